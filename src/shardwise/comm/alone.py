@@ -1,0 +1,45 @@
+"""The transport of a world of one: the same path, no peer."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm.transport import Sink, Source, Transport, copy_own, sum_dtype
+from shardwise.comm.world import World
+from shardwise.ticket import Done, Ticket
+
+
+class AloneTransport(Transport):
+    """Copies between shard and full vector through one constant-size buffer."""
+
+    name = "alone"
+
+    def __init__(self, world: World, exchange_bytes: int) -> None:
+        super().__init__(world)
+        self._limit_bytes = exchange_bytes
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        """Copy the one shard."""
+        copy_own(self.world, shard, full)
+        self._count_gather(shard)
+        return Done()
+
+    def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
+        """Hand the gradient over, chunk by chunk."""
+        dtype = sum_dtype(wire)
+        chunk = min(shard_numel, max(self._limit_bytes // dtype.itemsize, 1))
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < chunk:
+            buffer = self._buffers[dtype] = torch.empty(chunk, dtype=dtype, device=self.world.device)
+        for start in range(0, shard_numel, chunk):
+            part = buffer[: min(chunk, shard_numel - start)]
+            source(start, part)
+            sink(start, part)
+        self._count_reduce(shard_numel, wire)
+        return Done()
+
+    @property
+    def exchange_bytes(self) -> int:
+        """The one chunk buffer per dtype."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())

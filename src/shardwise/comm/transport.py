@@ -1,0 +1,106 @@
+"""What every transport can do: gather shards into a full vector, reduce full gradients into a shard.
+
+A transport moves elements and counts them. It knows Units only as tags and never decides when to move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from shardwise.comm.world import World
+from shardwise.ticket import Ticket
+
+Source = Callable[[int, torch.Tensor], None]
+"""`source(start, out)` writes elements [start, start + len(out)) of this rank's full gradient into `out`."""
+Sink = Callable[[int, torch.Tensor], None]
+"""`sink(start, total)` takes the sum over ranks for elements [start, start + len(total)) of this rank's shard."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """Elements and bytes this rank sent, and how often, per operation."""
+
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    elements: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def count(self, operation: str, elements: int, itemsize: int) -> None:
+        """Add one operation that sent `elements` elements from this rank."""
+        self.calls[operation] = self.calls.get(operation, 0) + 1
+        self.elements[operation] = self.elements.get(operation, 0) + elements
+        self.bytes[operation] = self.bytes.get(operation, 0) + elements * itemsize
+
+    def total_elements(self) -> int:
+        """Everything sent, whatever the operation."""
+        return sum(self.elements.values())
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.calls.clear()
+        self.elements.clear()
+        self.bytes.clear()
+
+
+class Transport(ABC):
+    """Gather and reduce between the ranks of a world."""
+
+    name: str
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.counters = Counters()
+
+    def shard_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a shard, where this transport can reach it best."""
+        return torch.zeros(numel, dtype=dtype, device=self.world.device)
+
+    @abstractmethod
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        """Start filling `full` with every rank's shard; the shard must not change before the Ticket is waited for.
+
+        `full` may have a wider dtype than `shard`: elements travel narrow and are widened on arrival.
+        """
+
+    @abstractmethod
+    def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
+        """Start summing full gradients over ranks; `sink` receives this rank's slice, each element once.
+
+        `source` and `sink` may be called from another thread, until the Ticket is waited for.
+        """
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes of exchange buffers this transport holds now."""
+        return 0
+
+    def close(self) -> None:
+        """End threads and give buffers back."""
+
+    def _count_gather(self, shard: torch.Tensor) -> None:
+        self.counters.count("gather", shard.numel() * (self.world.world_size - 1), shard.element_size())
+
+    def _count_reduce(self, shard_numel: int, wire: torch.dtype) -> None:
+        self.counters.count("reduce", shard_numel * (self.world.world_size - 1), wire.itemsize)
+
+
+def own_slice(world: World, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    """The part of a full vector that belongs to `rank` (this one by default)."""
+    numel = full.numel() // world.world_size
+    at = world.rank if rank is None else rank
+    return full[at * numel : (at + 1) * numel]
+
+
+def copy_own(world: World, shard: torch.Tensor, full: torch.Tensor) -> None:
+    """Put this rank's shard into the full vector, unless it lives there already."""
+    mine = own_slice(world, full)
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+
+
+def sum_dtype(wire: torch.dtype) -> torch.dtype:
+    """Sums are formed in fp32 or wider."""
+    return torch.promote_types(torch.float32, wire)

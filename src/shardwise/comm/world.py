@@ -1,0 +1,80 @@
+"""The ranks that train together, on `torch.distributed` and `DeviceMesh`. A world of one is an ordinary world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import ConfigError
+
+
+class World:
+    """Rank, size, device, and the small collectives the library needs outside the hot path."""
+
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.world_size = mesh.size() if mesh is not None else 1
+        self.group: dist.ProcessGroup | None = mesh.get_group() if mesh is not None else None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, device: torch.device) -> World:
+        """The mesh given, or all ranks of this launch: torchrun's environment, or a world of one without it."""
+        if mesh is not None:
+            if mesh.ndim != 1:
+                raise ConfigError(
+                    f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass one of them, such as mesh['dp']."
+                )
+            return World(mesh, device)
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                return World(None, device)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
+
+    @property
+    def backend(self) -> str:
+        """The backend behind the group, or 'none' in a world of one without a group."""
+        return "none" if self.group is None else dist.get_backend(self.group)
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """A further group over the same ranks, so that another thread's operations cannot interleave."""
+        if self.group is None:
+            return None
+        group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
+        return group
+
+    def peers(self) -> Iterator[int]:
+        """Every other rank, starting with the next one, so that no rank is asked by all at once."""
+        return ((self.rank + step) % self.world_size for step in range(1, self.world_size))
+
+    def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Combine a small tensor over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+    def broadcast(self, values: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite `values` with those of rank `source`."""
+        if self.world_size > 1:
+            dist.broadcast(values, group_src=source, group=self.group)
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. Set-up only."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.group)

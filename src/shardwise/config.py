@@ -1,0 +1,164 @@
+"""The frozen configuration: one keyword-only dataclass per concern, checked when it is made.
+
+A request is honoured or refused. Nothing here touches a process group, a file or a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MASTERS = (torch.float64, torch.float32)
+TRANSPORTS = ("auto", "pairwise", "reference", "nccl")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling: multiply by `growth` after `interval` good steps, by `backoff` after a bad one."""
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.initial <= 0 or self.minimum <= 0:
+            raise ConfigError(f"LossScale: initial={self.initial} and minimum={self.minimum} must be positive.")
+        if self.growth <= 1 or not 0 < self.backoff < 1:
+            raise ConfigError(
+                f"LossScale: found growth={self.growth}, backoff={self.backoff}; growth must exceed 1 and backoff "
+                "lie between 0 and 1."
+            )
+        if self.interval < 1:
+            raise ConfigError(f"LossScale: interval={self.interval} must be at least 1 step.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype is stored, computed with, reduced in and updated. None means: the parameter's own."""
+
+    param: torch.dtype | None = None
+    """Stored shards and the wire of a gather."""
+    compute: torch.dtype | None = None
+    """What forward and backward see; None: `param`, or fp32 where this CPU only emulates 16-bit products."""
+    reduce: torch.dtype | None = None
+    """The wire of a reduction; sums are always formed in fp32 or wider. None: fp32 or wider."""
+    master: torch.dtype | None = None
+    """What the optimizer updates: fp32, or wider if the parameters are. Made from the original values, not the stored."""
+    loss_scale: LossScale | None = None
+    """Dynamic loss scaling; None: no scaling."""
+
+    def __post_init__(self) -> None:
+        for field in ("param", "compute", "reduce"):
+            value = getattr(self, field)
+            if value is not None and value not in _FLOATS:
+                raise ConfigError(
+                    f"Precision: {field}={value!r} is not a floating dtype; choose one of "
+                    f"{', '.join(str(d) for d in _FLOATS)} or a preset 'fp32', 'bf16', 'fp16'."
+                )
+        if self.master is not None and self.master not in _MASTERS:
+            raise ConfigError(f"Precision: master={self.master!r}; masters are kept in fp32 or fp64.")
+
+    @staticmethod
+    def of(value: Precision | str | None) -> Precision:
+        """A preset name, a Precision, or None (keep the model's own dtypes)."""
+        if value is None:
+            return Precision()
+        if isinstance(value, Precision):
+            return value
+        if isinstance(value, str) and value in _PRESETS:
+            return _PRESETS[value]
+        raise ConfigError(
+            f"precision={value!r} is not known{_nearest(str(value), _PRESETS)}; use 'fp32', 'bf16', 'fp16' or a "
+            "shardwise.Precision."
+        )
+
+
+_PRESETS: dict[str, Precision] = {
+    "fp32": Precision(param=torch.float32),
+    "bf16": Precision(param=torch.bfloat16),
+    "fp16": Precision(param=torch.float16, loss_scale=LossScale()),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """Everything `shard` was asked for."""
+
+    stage: int
+    """0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters."""
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    """Dtypes of storage, compute, reduction and masters."""
+    units: UnitRule | None = None
+    """Which modules are Units: a class, classes, or a predicate. None: found automatically."""
+    max_unit_bytes: int = 256 << 20
+    """A Unit larger than this is split if its module can be."""
+    exchange_bytes: int = 24 << 20
+    """Bound of all gradient exchange buffers together, whatever the model's size."""
+    methods: tuple[str, ...] = ()
+    """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
+    transport: str = "auto"
+    """How ranks combine: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or not 0 <= self.stage <= 3:
+            raise ConfigError(
+                f"stage={self.stage!r} is not a ZeRO stage; use 0 (replicate), 1 (optimizer states), "
+                "2 (and gradients) or 3 (and parameters)."
+            )
+        for field, least in (("max_unit_bytes", 1), ("exchange_bytes", 4096)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{field}={value!r} must be a whole number of at least {least} bytes.")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"transport={self.transport!r} is not known{_nearest(self.transport, TRANSPORTS)}; "
+                f"use one of {', '.join(TRANSPORTS)}."
+            )
+        if not (self.units is None or _is_rule(self.units)):
+            raise ConfigError(
+                f"units={self.units!r} must be a module class, a tuple of classes, or a function from a module to bool."
+            )
+
+    @staticmethod
+    def of(options: dict[str, Any]) -> ShardConfig:
+        """Build from keyword options; an unknown name is refused and the nearest one suggested."""
+        known = [field.name for field in dataclasses.fields(ShardConfig)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"shard() has no option {name!r}{_nearest(name, known)}; its options are {', '.join(known)}."
+                )
+        if "stage" not in options:
+            raise ConfigError("shard() needs stage=0, 1, 2 or 3.")
+        values = dict(options)
+        values["precision"] = Precision.of(values.get("precision"))
+        methods = values.get("methods", ())
+        values["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
+        if isinstance(values.get("units"), list):
+            values["units"] = tuple(values["units"])
+        return ShardConfig(**values)
+
+
+def _is_rule(rule: object) -> bool:
+    if isinstance(rule, tuple):
+        return bool(rule) and all(isinstance(c, type) and issubclass(c, nn.Module) for c in rule)
+    if isinstance(rule, type):
+        return issubclass(rule, nn.Module)
+    return callable(rule)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""

@@ -1,0 +1,155 @@
+"""Builds a model larger than memory: every submodule is partitioned as soon as it is complete.
+
+torch calls the registration hooks used here when a module or parameter is registered; no torch function is replaced. Every
+rank draws the same random numbers and keeps its slice, so parameters are bit-identical to plain construction. Later
+touches (a framework's own initialisation, `apply`, tying) gather, run, and are written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from shardwise.comm import Transport, World, make_transport
+from shardwise.engine.digest import digest
+from shardwise.engine.window import Window
+from shardwise.errors import ShardwiseError
+from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
+from shardwise.tiers import Ledger
+
+_EXCHANGE_BYTES = 8 << 20
+
+
+class Construction:
+    """Owns the shards of a model between its construction and `shard`."""
+
+    allows_optimizer = True
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.transport: Transport = make_transport("auto", world, _EXCHANGE_BYTES)
+        self.ledger = Ledger()
+        self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
+        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._window = Window(self.gather, self._write_back)
+        self._is_open = True
+        self._num_units = 0
+
+    # -- registration hooks -----------------------------------------------------------------------------------
+
+    def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """A parameter was registered: its module waits to be partitioned."""
+        if param is not None:
+            self._waiting.add(module)
+
+    def on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """A submodule was registered, so it is complete."""
+        if module is not None:
+            for part in module.modules():
+                if part in self._waiting:
+                    self.partition(part)
+
+    def partition(self, module: nn.Module) -> None:
+        """Keep this rank's slice of the parameters a module holds itself."""
+        self._waiting.discard(module)
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in module._parameters.items():
+            if param is None or hasattr(param, "_shardwise") or param.is_meta or not param.is_floating_point():
+                continue
+            by_dtype.setdefault(param.dtype, []).append((name, param))
+        for dtype, params in by_dtype.items():
+            self._make_unit(module, dtype, params)
+
+    def _make_unit(self, module: nn.Module, dtype: torch.dtype, params: list[tuple[str, nn.Parameter]]) -> None:
+        distinct = list({id(param): (name, param) for name, param in params}.values())
+        layout = make_layout(
+            [(name, tuple(p.shape), storage_stride(p.shape, p.stride())) for name, p in distinct],
+            dtype.itemsize,
+            self.world.world_size,
+        )
+        unit = Unit(
+            index=self._num_units,
+            name=type(module).__name__,
+            module=module,
+            params=[p for _, p in distinct],
+            layout=layout,
+            rank=self.world.rank,
+            dtypes=UnitDtypes(dtype, dtype, dtype, dtype, dtype),
+            device=distinct[0][1].device,
+            owner=self,
+            ledger=self.ledger,
+            is_trainable=False,
+            is_always_full=False,
+            updates_full=False,
+        )
+        self._num_units += 1
+        unit.allocate(torch.zeros(layout.shard_numel, dtype=dtype, device=unit.device))
+        values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
+        for slot, value in enumerate(values):
+            unit.store(slot, value)
+        self.digests[unit] = [digest(value) for value in values]
+        unit.adopt()
+
+    # -- touches ----------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Make a Unit's parameters usable."""
+        self.transport.gather(unit.index, unit.shard, unit.begin_gather()).wait()
+        unit.expose()
+
+    def _write_back(self, unit: Unit) -> None:
+        unit.store_from_full()
+        self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
+        unit.free()
+
+    def finish(self) -> None:
+        """Partition what no parent registered (the model itself), and accept no more touches."""
+        for module in list(self._waiting):
+            self.partition(module)
+        self._window.close()
+        self._is_open = False
+        gc.collect()  # parameters replaced by tying are cycles with their Units
+
+    def touch(self, unit: Unit) -> bool:
+        """During construction every touch gathers."""
+        if self._is_open:
+            self._window.touch(unit)
+        return self._is_open
+
+    def remedy(self) -> str:
+        """What to do with a model that is built but not yet sharded."""
+        return "It was built under sharded_init(): call sw.shard(model, optimizer, ...) first, then use the run."
+
+    def local_grad(self, handle: Handle) -> torch.Tensor | None:
+        """There are no gradients before training."""
+        return None
+
+    def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
+        """Clearing is harmless; anything else comes too early."""
+        if grad is not None:
+            raise ShardwiseError(f"setting .grad under sharded_init(): {self.remedy()}")
+
+
+@contextlib.contextmanager
+def constructing(world: World) -> Iterator[Construction]:
+    """Partition every module that is built inside the context."""
+    construction = Construction(world)
+    handles = [
+        register_module_parameter_registration_hook(construction.on_parameter),  # type: ignore[arg-type]
+        register_module_module_registration_hook(construction.on_module),  # type: ignore[arg-type]
+    ]
+    try:
+        yield construction
+    finally:
+        for handle in handles:
+            handle.remove()
+        construction.finish()

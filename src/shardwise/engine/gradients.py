@@ -1,0 +1,276 @@
+"""From autograd's gradients to gradient shards: reduction, accumulation, what was used, norms.
+
+Called by the runtime. Gradients arrive one parameter at a time; a Unit whose gradients are all there is reduced in an order
+that every rank shares, so that ranks meet. At the end of a backward the ranks agree on which parameters anyone used:
+unused everywhere means no gradient, unused here counts as zero (`docs/numerics.md`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Transport, World
+from shardwise.engine.stages import Held, Stage
+from shardwise.observe import EventLog
+from shardwise.partition import Unit, flat_values
+from shardwise.ticket import Ticket
+from shardwise.tiers import Kind, Ledger, Tier
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way before the next one waits: bounds the gradients kept alive for them."""
+
+
+class Gradients:
+    """The gradients of all trainable Units, during one backward and until the next step."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        world: World,
+        transport: Transport,
+        stage: Stage,
+        events: EventLog,
+        ledger: Ledger,
+        on_complete: Callable[[Unit], None],
+    ) -> None:
+        self._units = {unit.index: unit for unit in units if unit.is_trainable}
+        self._world = world
+        self._transport = transport
+        self._stage = stage
+        self._events = events
+        self._ledger = ledger
+        self._tier = Tier.HOST if world.device.type == "cpu" else Tier.DEVICE
+        self._on_complete = on_complete
+        self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self._units}
+        self._order = sorted(self._units, reverse=True)  # last Unit first, until a backward shows the true order
+        self._next_order = self._order
+        self._position = 0
+        self._completed: list[int] = []
+        self._launched: set[int] = set()
+        self._flying: deque[tuple[Ticket, int]] = deque()
+        self._flags = {
+            (unit.index, slot): position
+            for position, (unit, slot) in enumerate(
+                (unit, slot) for unit in self._units.values() for slot in range(len(unit.params))
+            )
+        }
+        self.loss_scale = 1.0
+
+    # -- during backward --------------------------------------------------------------------------------------
+
+    def arrive(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient; a complete Unit is reduced as soon as it is its turn."""
+        arrived = self._arrived[unit.index]
+        if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
+            grad = arrived[slot] + grad
+        else:
+            self._ledger.take(self._tier, Kind.GRAD, _num_bytes(grad))
+        arrived[slot] = grad
+        if len(arrived) == len(unit.params) and unit.index not in self._launched:
+            if unit.index not in self._completed:
+                self._completed.append(unit.index)
+            self._on_complete(unit)
+            if self._stage.grads is Held.SHARD:
+                self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._position < len(self._order):
+            index = self._order[self._position]
+            if len(self._arrived[index]) < len(self._units[index].params):
+                return
+            self._launch(self._units[index])
+            self._position += 1
+
+    def _launch(self, unit: Unit, *, adds: bool = False) -> None:
+        while len(self._flying) >= MAX_IN_FLIGHT:
+            self._land()
+        arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
+        self._launched.add(unit.index)
+        flats = {slot: flat_values(grad, unit.layout.slots[slot].stride) for slot, grad in arrived.items()}
+        self._events.emit("reduce", unit.name)
+        ticket = self._transport.reduce(
+            unit.index, unit.layout.shard_numel, unit.dtypes.reduce, _source(unit, flats), self._sink(unit, adds)
+        )
+        self._flying.append((ticket, sum(_num_bytes(grad) for grad in arrived.values())))
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction; the local gradients it held are gone then."""
+        ticket, num_bytes = self._flying.popleft()
+        ticket.wait()
+        self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+
+    def _sink(self, unit: Unit, adds: bool) -> Callable[[int, torch.Tensor], None]:
+        grad = unit.grad_memory()
+        own = unit.rank * unit.layout.shard_numel
+        mine = grad[own - unit.span.start : own - unit.span.start + unit.layout.shard_numel]
+        # A slot without a gradient yet is overwritten, one with a gradient accumulates.
+        held = {piece.piece.slot_index for piece in unit.pieces if adds or piece.master.grad is not None}
+        divisor = self._world.world_size * self.loss_scale
+
+        def sink(start: int, total: torch.Tensor) -> None:
+            if divisor != 1.0:
+                total.div_(divisor)
+            stop = start + total.numel()
+            if not held:
+                mine[start:stop].copy_(total)
+            elif len(held) == len(unit.pieces):
+                mine[start:stop].add_(total)
+            else:
+                for slot, _, at, numel in unit.layout.cover(own + start, own + stop):
+                    target, part = mine[start + at : start + at + numel], total[at : at + numel]
+                    if slot in held:
+                        target.add_(part)
+                    else:
+                        target.copy_(part)
+
+        return sink
+
+    # -- at the end of backward -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces."""
+        used, late = self._agree()
+        for index in self._order[self._position :]:
+            if any(used[self._flags[index, slot]] for slot in range(len(self._units[index].params))):
+                self._launch(self._units[index])
+        for index in late:
+            self._launch(self._units[index], adds=True)
+        while self._flying:
+            self._land()
+        for unit in self._units.values():
+            self._hand_over(unit, used)
+        self._reset()
+
+    def _agree(self) -> tuple[list[bool], list[int]]:
+        """What any rank used, which reduced Units received more since (nested backwards), and the next order."""
+        used = [i in self._launched or s in self._arrived[i] for i, s in self._flags]
+        late = [i in self._launched and bool(self._arrived[i]) for i in self._units]
+        order = self._completed + [i for i in self._order if i not in self._completed]
+        is_new = self._world.rank == 0 and order != self._order
+        flags = torch.tensor([*used, *late, is_new], dtype=torch.uint8, device=self._world.device)
+        found = [bool(flag) for flag in self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()]
+        if found[-1]:
+            shared = torch.tensor(order, dtype=torch.int64, device=self._world.device)
+            self._next_order = self._world.broadcast(shared).tolist()
+        else:
+            self._next_order = self._order
+        late_flags = found[len(used) : len(used) + len(late)]
+        return found[: len(used)], [i for i, is_late in zip(self._units, late_flags, strict=True) if is_late]
+
+    def _hand_over(self, unit: Unit, used: list[bool]) -> None:
+        slots = [slot for slot in range(len(unit.params)) if used[self._flags[unit.index, slot]]]
+        if not slots:
+            return
+        grad = unit.grad_memory()
+        if self._stage.gathers_grads:
+            own = unit.rank * unit.layout.shard_numel
+            self._transport.gather(unit.index, grad[own : own + unit.layout.shard_numel], grad).wait()
+        for piece in unit.pieces:
+            if piece.piece.slot_index in slots and piece.master.grad is None:
+                start = piece.piece.shard_start
+                piece.master.grad = grad[start : start + piece.piece.numel]
+
+    def abandon(self) -> None:
+        """Forget a backward that raised in its middle; what was already reduced is dropped with it."""
+        while self._flying:
+            self._land()
+        for arrived in self._arrived.values():
+            self._ledger.give(self._tier, Kind.GRAD, sum(_num_bytes(grad) for grad in arrived.values()))
+            arrived.clear()
+        self._next_order = self._order
+        self._reset()
+
+    def _reset(self) -> None:
+        self._order = self._next_order
+        self._position = 0
+        self._completed = []
+        self._launched = set()
+
+    # -- between backward and step ----------------------------------------------------------------------------
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of the whole reduced gradient, the same on every rank, formed in fp64 and rounded to fp32.
+
+        Squares of fp32 values are exact in fp64, so the order of summation, and with it the partition, does not
+        show in the rounded result (`docs/numerics.md`).
+        """
+        grads = [p.master.grad for unit in self._units.values() for p in unit.pieces if p.master.grad is not None]
+        is_shared = self._stage.states is Held.SHARD
+        total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
+        if norm_type == float("inf"):
+            for grad in grads:
+                if grad.numel():
+                    total = torch.maximum(total, grad.abs().amax().double().reshape(1))
+            if is_shared:
+                self._world.all_reduce(total, dist.ReduceOp.MAX)
+            return total.to(torch.float32).squeeze(0)
+        for grad in grads:
+            total += _power_sum(grad, norm_type)
+        if is_shared:
+            self._world.all_reduce(total)
+        return total.pow(1.0 / norm_type).to(torch.float32).squeeze(0)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply every reduced gradient by one number."""
+        for unit in self._units.values():
+            for piece in unit.pieces:
+                if piece.master.grad is not None:
+                    piece.master.grad.mul_(factor.to(piece.master.grad.dtype))
+
+    def non_finite(self) -> list[str]:
+        """Names of parameters with an infinite or NaN gradient on any rank, the same list on every rank."""
+        flags = torch.zeros(max(len(self._flags), 1), dtype=torch.uint8, device=self._world.device)
+        for unit in self._units.values():
+            for piece in unit.pieces:
+                grad = piece.master.grad
+                if grad is not None and not bool(torch.isfinite(grad).all()):
+                    flags[self._flags[unit.index, piece.piece.slot_index]] = 1
+        self._world.all_reduce(flags, dist.ReduceOp.MAX)
+        found = flags.tolist()
+        return [self._units[i].layout.slots[s].name for (i, s), position in self._flags.items() if found[position]]
+
+    def is_finite(self) -> bool:
+        """Whether every gradient on every rank is finite, by one small reduction."""
+        bad = torch.zeros(1, dtype=torch.uint8, device=self._world.device)
+        for unit in self._units.values():
+            for piece in unit.pieces:
+                # In fp64 a sum of squares of fp32 values is finite exactly if all of them are.
+                if piece.master.grad is not None and not bool(torch.isfinite(_power_sum(piece.master.grad, 2.0))):
+                    bad[0] = 1
+        return not bool(self._world.all_reduce(bad, dist.ReduceOp.MAX).item())
+
+    def clear(self) -> None:
+        """Drop every reduced gradient, as `zero_grad()` does."""
+        for unit in self._units.values():
+            for piece in unit.pieces:
+                piece.master.grad = None
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _source(unit: Unit, flats: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
+    def source(start: int, out: torch.Tensor) -> None:
+        for slot, at, run_start, numel in unit.layout.cover(start, start + out.numel()):
+            part = out[run_start : run_start + numel]
+            grad = None if slot is None else flats.get(slot)
+            if grad is None:
+                part.zero_()
+            else:
+                part.copy_(grad[at : at + numel])
+
+    return source
+
+
+def _power_sum(values: torch.Tensor, power: float, chunk: int = 1 << 18) -> torch.Tensor:
+    """Sum of |x|^power in fp64, through a buffer of constant size."""
+    total = torch.zeros(1, dtype=torch.float64, device=values.device)
+    for part in values.split(chunk):
+        wide = part.double()
+        total += torch.dot(wide, wide) if power == 2.0 else wide.abs().pow(power).sum()
+    return total

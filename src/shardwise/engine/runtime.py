@@ -1,0 +1,404 @@
+"""One training step, in the order in which it happens. The first file to read.
+
+    forward   enter -> gather -> (user code) -> leave -> free
+    backward  before_backward -> gather -> (autograd) -> take gradient -> reduce -> free -> after_backward
+    step      before_step -> (user's optimizer) -> after_step -> gather again where parameters stay whole
+
+The runtime decides *when*; Units own tensors, the transport moves bytes, `Gradients` reduces. It must never hold a full
+vector longer than its stage allows, and never let user code see one that is not filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Transport, World
+from shardwise.engine.gradients import Gradients
+from shardwise.engine.stages import Stage
+from shardwise.engine.window import Window
+from shardwise.errors import FreedParameterError, ModelError, NonFiniteGradientError, ShardwiseError, StaleGraphError
+from shardwise.observe import EventLog, pause
+from shardwise.optim.scaler import LossScaler
+from shardwise.partition import Handle, Unit, UnitState, peek_grad, put_grad, take_grad
+from shardwise.ticket import Ticket
+from shardwise.tiers import Ledger
+
+Frame = list[Unit]
+"""The Units one running forward call has opened."""
+
+
+class Runtime:
+    """Carries out the stage table for the Units of one model."""
+
+    allows_optimizer = False
+
+    def __init__(
+        self,
+        world: World,
+        transport: Transport,
+        stage: Stage,
+        events: EventLog,
+        scaler: LossScaler | None,
+        ledger: Ledger,
+    ) -> None:
+        self.world = world
+        self.transport = transport
+        self.stage = stage
+        self.events = events
+        self.scaler = scaler
+        self.ledger = ledger
+        self.units: Sequence[Unit] = ()
+        self.gradients: Gradients
+        self._frames: list[Frame] = []
+        self._in_backward = False
+        self._loading: Window | None = None
+        self._skips_step = False
+        self.num_steps = 0
+        self.num_skipped_steps = 0
+
+    def start(self, units: Sequence[Unit]) -> None:
+        """Take charge of the Units and listen for their gradients."""
+        self.units = units
+        self.gradients = Gradients(
+            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._free
+        )
+        if self.scaler is not None:
+            self.gradients.loss_scale = self.scaler.scale
+        for unit in units:
+            if unit.is_trainable:
+                for slot, param in enumerate(unit.params):
+                    param.register_post_accumulate_grad_hook(_GradHook(self, unit, slot))
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A module's forward begins: make its Units usable."""
+        if self._in_backward and not _is_inside_autograd():
+            self._abandon_backward()
+        frame: Frame = []
+        self._frames.append(frame)
+        for unit in units:
+            self._open(unit, frame)
+
+    def _open(self, unit: Unit, frame: Frame) -> None:
+        unit.scopes += 1
+        frame.append(unit)
+        if not unit.is_gathered:
+            self.gather(unit)
+
+    def leave(self, output: Any) -> None:
+        """A module's forward ended: watch for its backward, then free what nobody else is inside of."""
+        frame = self._frames.pop()
+        if frame and torch.is_grad_enabled():
+            self._guard(frame, output)
+        for unit in frame:
+            unit.scopes -= 1
+            if not _is_inside_autograd():  # a recomputed forward keeps its Units: their backward comes next
+                self._free(unit)
+
+    def gather(self, unit: Unit) -> None:
+        """Shards to full, and the parameters become usable."""
+        self.start_gather(unit).wait()
+        pause("gather.expose")
+        unit.expose()
+        self.events.emit("gathered", unit.name)
+
+    def start_gather(self, unit: Unit) -> Ticket:
+        """Begin filling the full vector."""
+        self.events.emit("gather", unit.name)
+        return self.transport.gather(unit.index, unit.shard, unit.begin_gather())
+
+    def _free(self, unit: Unit) -> None:
+        if unit.is_gathered and not unit.is_always_full and unit.scopes == 0 and not unit.is_pinned:
+            self.events.emit("free", unit.name)
+            unit.free()
+
+    # -- backward ---------------------------------------------------------------------------------------------
+
+    def _guard(self, frame: Frame, output: Any) -> None:
+        """Have autograd call back before it runs the backward of anything that used these Units."""
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
+        if not tensors:
+            return
+        units = tuple(frame)
+        versions = tuple(unit.version for unit in units)
+
+        def hook(_: torch.Tensor) -> None:
+            self._before_backward(units, versions)
+
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    def _before_backward(self, units: tuple[Unit, ...], versions: tuple[int, ...]) -> None:
+        self._begin_backward()
+        for unit, version in zip(units, versions, strict=True):
+            if unit.version != version:
+                raise StaleGraphError(
+                    f"backward reached Unit {unit.name!r} on rank {self.world.rank}, whose parameters changed since the "
+                    "forward pass that built this graph (an optimizer step, or a write through run.gathered or "
+                    "load_state_dict). Run the forward pass again before this backward."
+                )
+            if not unit.is_gathered:
+                self.gather(unit)
+            if torch.is_grad_enabled() and not unit.is_always_full:
+                unit.is_pinned = True  # create_graph: the new graph saves these parameters, and nothing tells when it dies
+
+    def watch_inputs(self, units: Sequence[Unit], inputs: Any) -> None:
+        """Free Units without trainable parameters once the gradients of a module's inputs are there."""
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
+        missing = len(tensors)
+        if not missing:
+            return
+
+        def hook(_: torch.Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if missing == 0:
+                for unit in units:
+                    self._free(unit)
+
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self.events.emit("backward")
+            # Runs when autograd has finished this backward, also if it was started by autograd.grad.
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+
+    def take_grad(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+        """Autograd has finished one parameter's gradient."""
+        self._begin_backward()
+        grad = take_grad(param)
+        if grad is not None:
+            self.gradients.arrive(unit, slot, grad.detach())
+
+    def _after_backward(self) -> None:
+        self.gradients.finish()
+        self._in_backward = False
+        for unit in self.units:
+            self._free(unit)
+        self.events.emit("backward end")
+
+    def _abandon_backward(self) -> None:
+        """The last backward raised before it ended; start afresh."""
+        self.gradients.abandon()
+        self._in_backward = False
+        self._frames.clear()
+        for unit in self.units:
+            unit.scopes = 0
+            unit.take_grads()
+            self._free(unit)
+
+    # -- step -------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """The optimizer is about to update shards: refuse what would be lost, and skip on overflow."""
+        if self._frames or any(unit.scopes for unit in self.units):
+            raise ShardwiseError(
+                "optimizer.step() was called inside a forward pass or inside run.gathered(...): the update would be "
+                "overwritten. Leave the context first."
+            )
+        if self._in_backward:
+            self._abandon_backward()
+        for unit in self.units:
+            if not unit.is_intact():
+                raise ModelError(
+                    f"a parameter of Unit {unit.name!r} was given other memory after sharding (model.to(), .half(), or an "
+                    "assignment to .data), so updates would not reach it. Convert the model before sw.shard()."
+                )
+        if self.scaler is not None:
+            self._skips_step = not self.gradients.is_finite()
+            if self._skips_step:
+                self.gradients.clear()
+
+    def after_step(self) -> None:
+        """Shards are new: round masters into them, and refresh parameters that stay whole."""
+        if self.scaler is not None:
+            self.scaler.update(found_overflow=self._skips_step)
+            self.gradients.loss_scale = self.scaler.scale
+        if self._skips_step:
+            self._skips_step = False
+            self.num_skipped_steps += 1
+            self.events.emit("step skipped")
+            return
+        self.num_steps += 1
+        self.publish([unit for unit in self.units if unit.is_trainable])
+        self.events.emit("step")
+
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Make changed masters visible to every rank's next forward."""
+        tickets = []
+        for unit in units:
+            unit.is_pinned = False
+            unit.publish_master()
+            self._free(unit)
+            if self.stage.gathers_after_step:
+                tickets.append(self.transport.gather(unit.index, unit.shard, unit.full))
+        for ticket in tickets:
+            ticket.wait()
+        for unit in units:
+            unit.changed()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
+        norm = self.gradients.norm(norm_type)
+        if not bool(torch.isfinite(norm)):
+            if self.scaler is not None:
+                return norm  # the coming step sees the overflow and is skipped
+            names = self.gradients.non_finite()
+            raise NonFiniteGradientError(
+                f"clip_grad_norm_: the gradient norm is {norm.item()} at step {self.num_steps}; infinite or NaN gradients "
+                f"in {', '.join(repr(n) for n in names[:5]) or 'no single parameter (the sum overflowed)'}"
+                f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Gradients and parameters are unchanged: "
+                "skip this step (optimizer.zero_grad()) or find the cause."
+            )
+        self.gradients.scale(clip_factor(norm, max_norm))
+        return norm
+
+    # -- outside the step -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Keep Units gathered; on leaving, write in-place changes back to the shards."""
+        versions = {}
+        for unit in units:
+            unit.scopes += 1
+            if not unit.is_gathered:
+                self.gather(unit)
+            versions[unit.index] = [param._version for param in unit.params]
+        try:
+            yield
+        finally:
+            for unit in units:
+                if unit.is_gathered:
+                    is_changed = unit.store_from_full()
+                    if is_changed or versions[unit.index] != [param._version for param in unit.params]:
+                        unit.changed()
+                unit.scopes -= 1
+                self._free(unit)
+
+    def full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        """A whole vector of something kept like the masters (values or gradients), in new memory unless it is whole here."""
+        if shard.numel() == unit.layout.numel:
+            return shard
+        full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+        self.transport.gather(unit.index, shard, full).wait()
+        return full
+
+    def begin_loading(self) -> None:
+        """A state dict is about to be copied in: from here on every touch gathers its Unit."""
+        self._loading = Window(self._open_window, self._close_window)
+
+    def end_loading(self) -> None:
+        """Write what was loaded back to the shards; graphs built before are out of date."""
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+        for unit in self.units:
+            if unit.is_always_full:
+                unit.store_from_full()
+            unit.changed()
+
+    def _open_window(self, unit: Unit) -> None:
+        unit.scopes += 1
+        self.gather(unit)
+
+    def _close_window(self, unit: Unit) -> None:
+        unit.store_from_full()
+        unit.scopes -= 1
+        self._free(unit)
+
+    # -- Owner: what a touch of a freed parameter means -------------------------------------------------------
+
+    def touch(self, unit: Unit) -> bool:
+        """Inside a forward pass a touch gathers, as if the running module owned the parameter."""
+        if self._loading is not None:
+            self._loading.touch(unit)
+            return True
+        if not self._frames or unit.state is UnitState.GATHERING:
+            return False
+        self._open(unit, self._frames[-1])
+        return True
+
+    def remedy(self) -> str:
+        """How to reach full parameters."""
+        return (
+            "Read or change it inside `with run.gathered(module):`, save with run.full_state_dict(), or, if a method other "
+            "than forward uses it, name that method in sw.shard(..., methods=(...))."
+        )
+
+    def local_grad(self, handle: Handle) -> torch.Tensor | None:
+        """`parameter.grad`: autograd's own while there is one, an error when the gradient is in the shards."""
+        unit, slot = handle
+        local = peek_grad(unit.params[slot])
+        if local is not None:
+            return local
+        pieces = [p for p in unit.pieces if p.piece.slot_index == slot and p.master.grad is not None]
+        if not pieces:
+            return None
+        if self.stage.gathers_grads:
+            view = unit.layout.slots[slot]
+            grad = pieces[0].master.grad
+            return None if grad is None else grad.as_strided(view.shape, view.stride)
+        raise FreedParameterError(
+            f".grad of parameter {unit.layout.slots[slot].name!r} (rank {self.world.rank}): the gradient was reduced and only "
+            "this rank's shard of it is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, "
+            "optimizer.zero_grad() to clear."
+        )
+
+    def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
+        """`parameter.grad = None` clears the shard's gradient too; any other value is refused."""
+        unit, slot = handle
+        if grad is not None:
+            raise FreedParameterError(
+                f"setting .grad of parameter {unit.layout.slots[slot].name!r}: gradients live in shards and come from "
+                "backward() only; None clears them."
+            )
+        put_grad(unit.params[slot], None)
+        for piece in unit.pieces:
+            if piece.piece.slot_index == slot:
+                piece.master.grad = None
+
+
+class _GradHook:
+    """What autograd calls when one parameter's gradient is complete. A copied model gets none."""
+
+    def __init__(self, runtime: Runtime, unit: Unit, slot: int) -> None:
+        self._runtime, self._unit, self._slot = runtime, unit, slot
+
+    def __call__(self, param: nn.Parameter) -> None:
+        self._runtime.take_grad(self._unit, self._slot, param)
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The number gradients are multiplied by: torch's own formula, never above one."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor inside nested containers, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return [t for _, item in value.items() for t in tensors_in(item)]
+    if isinstance(value, (list, tuple, set)):
+        return [t for item in value for t in tensors_in(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name, None))]
+    return []
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply `function` to every tensor inside nested containers, keeping their types."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def _is_inside_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,26 @@
+"""What did happen?
+
+Public names: `EventLog`, `Event` (named events in order), `pause` (the asynchronous edges where a test may
+inject a delay), `process_memory` and `MemorySampler` (resident bytes, page cache excluded),
+`saved_activation_bytes`, `format_bytes`.
+
+Invariant: this room is at the bottom of the house. It knows nothing of Units, ranks or stages.
+"""
+
+from shardwise.observe.activations import saved_activation_bytes
+from shardwise.observe.events import Event, EventLog, delays, pause
+from shardwise.observe.memory import MemorySampler, ProcessMemory, process_memory
+from shardwise.observe.text import format_bytes, format_table
+
+__all__ = [
+    "Event",
+    "EventLog",
+    "MemorySampler",
+    "ProcessMemory",
+    "delays",
+    "format_bytes",
+    "format_table",
+    "pause",
+    "process_memory",
+    "saved_activation_bytes",
+]

@@ -1,0 +1,62 @@
+"""Named events in the order in which they happened, and the edges where tests inject delays.
+
+Called by every room on its hot path, so an event is one tuple in a bounded deque.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """One thing that happened: when (seconds, monotonic), what, and to which Unit."""
+
+    time_s: float
+    kind: str
+    subject: str
+
+
+class EventLog:
+    """A bounded record of events; the oldest are dropped."""
+
+    def __init__(self, limit: int = 20_000) -> None:
+        self._events: deque[Event] = deque(maxlen=limit)
+
+    def emit(self, kind: str, subject: str = "") -> None:
+        """Record one event now."""
+        self._events.append(Event(time.perf_counter(), kind, subject))
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self._events.clear()
+
+    def listing(self, *kinds: str) -> list[tuple[str, str]]:
+        """(kind, subject) in order; only the given kinds, if any are given."""
+        return [(e.kind, e.subject) for e in self._events if not kinds or e.kind in kinds]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+
+_delay: Callable[[str], None] | None = None
+
+
+def pause(edge: str) -> None:
+    """Mark an asynchronous edge; does nothing unless a test injected delays."""
+    if _delay is not None:
+        _delay(edge)
+
+
+@contextlib.contextmanager
+def delays(delay: Callable[[str], None]) -> Iterator[None]:
+    """Call `delay(edge)` at every asynchronous edge of this process while the context lasts."""
+    global _delay
+    before, _delay = _delay, delay
+    try:
+        yield
+    finally:
+        _delay = before

@@ -1,0 +1,111 @@
+"""Gives the user's optimizer this rank's pieces instead of whole parameters, and listens to its steps.
+
+The optimizer object, its class, its groups and their hyperparameters stay; only the tensors in `params` change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import OptimizerError
+from shardwise.optim.elementwise import check_elementwise
+from shardwise.partition import ParamInfo, Piece, Unit, UpdatePiece
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]) -> None:
+    """Refuse an optimizer that is not the model's, has stepped, or cannot update pieces."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed.")
+    known = {id(info.param) for info in infos}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} was built on other parameters: group {number}, parameter {position} (shape "
+                    f"{list(param.shape)}) is not in the model. Build it with model.parameters() of this model."
+                )
+    if optimizer.state:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameters: it has stepped, or loaded "
+            "a checkpoint, before sharding. Call sw.shard() before the first step."
+        )
+    check_elementwise(optimizer)
+
+
+def make_pieces(units: Sequence[Unit]) -> None:
+    """Cut every trainable Unit's masters into one flat parameter per original parameter."""
+    for unit in units:
+        if unit.is_trainable:
+            unit.pieces = tuple(
+                UpdatePiece(piece, nn.Parameter(unit.master[piece.shard_start : piece.shard_start + piece.numel]))
+                for piece in _pieces_of_span(unit)
+            )
+
+
+def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
+    if unit.span.numel == unit.layout.shard_numel:
+        return unit.layout.pieces(unit.rank)
+    return tuple(Piece(i, 0, slot.offset, slot.numel) for i, slot in enumerate(unit.layout.slots) if slot.numel)
+
+
+def adopt_optimizer(
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[Unit],
+    before_step: Callable[[], None],
+    after_step: Callable[[], None],
+) -> None:
+    """Swap parameters for pieces, in place, keeping each group's order."""
+    pieces: dict[int, list[nn.Parameter]] = {}
+    for unit in units:
+        for update in unit.pieces:
+            pieces.setdefault(id(unit.params[update.piece.slot_index]), []).append(update.master)
+    for group in optimizer.param_groups:
+        group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
+
+    def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before_step()
+
+    def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        after_step()
+
+    optimizer.register_step_pre_hook(pre)
+    optimizer.register_step_post_hook(post)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer states that are as long as their piece (moments); step counters are left out."""
+    return sum(
+        value.numel() * value.element_size()
+        for param, state in optimizer.state.items()
+        for value in _long_states(param, state)
+    )
+
+
+def _long_states(param: torch.Tensor, state: dict[str, Any]) -> list[torch.Tensor]:
+    return [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == param.shape]
+
+
+def num_moments(optimizer: torch.optim.Optimizer | None) -> int:
+    """How many piece-long states each parameter will have: known for torch's own optimizers, else read off the state."""
+    if optimizer is None:
+        return 0
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    counts = {
+        "Adam": 2 + bool(group.get("amsgrad")),
+        "AdamW": 2 + bool(group.get("amsgrad")),
+        "Adamax": 2,
+        "NAdam": 2,
+        "RAdam": 2,
+        "Adagrad": 1,
+        "Adadelta": 2,
+        "RMSprop": 1 + bool(group.get("centered")) + bool(group.get("momentum")),
+        "SGD": int(bool(group.get("momentum"))),
+    }
+    known = counts.get(type(optimizer).__name__)
+    if known is not None:
+        return known
+    return max((len(_long_states(param, state)) for param, state in optimizer.state.items()), default=0)

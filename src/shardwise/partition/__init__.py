@@ -1,0 +1,48 @@
+"""Who owns which bytes?
+
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`,
+`list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Unit`, `UnitDtypes`, `UpdatePiece`,
+`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter` (lifecycle).
+
+Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
+shape, name and place whether its Unit is gathered or freed.
+"""
+
+from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
+from shardwise.partition.lifecycle import (
+    FreedParameter,
+    Handle,
+    Owner,
+    ShardedParameter,
+    UnitState,
+    peek_grad,
+    put_grad,
+    take_grad,
+)
+from shardwise.partition.unit import Span, Unit, UnitDtypes, UpdatePiece, flat_values
+from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
+
+__all__ = [
+    "FreedParameter",
+    "Handle",
+    "Layout",
+    "Owner",
+    "ParamInfo",
+    "Piece",
+    "ShardedParameter",
+    "Slot",
+    "Span",
+    "Unit",
+    "UnitDtypes",
+    "UnitSpec",
+    "UnitState",
+    "UpdatePiece",
+    "find_units",
+    "flat_values",
+    "list_params",
+    "make_layout",
+    "peek_grad",
+    "put_grad",
+    "storage_stride",
+    "take_grad",
+]

@@ -1,0 +1,141 @@
+"""All offset arithmetic of a Unit's flat vector. Pure: no tensors, no ranks but numbers.
+
+A flat vector is the concatenation of a Unit's parameters, each start aligned, padded at the end so that every rank's
+shard is equally long and, when large, a whole number of direct-I/O blocks. Rank r owns slice r.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+ALIGN_BYTES = 64
+"""Every parameter starts on a cache line, also in the narrowest stored dtype."""
+BLOCK_BYTES = 4096
+"""Large shards are whole multiples of a direct-I/O block."""
+LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
+"""From this size on the padding to whole blocks costs less than a sixteenth."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One parameter's place: `numel` elements from `offset`, seen with `shape` and `stride`."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.offset + self.numel
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The part of one parameter inside one shard: where it starts in the parameter and in the shard."""
+
+    slot_index: int
+    param_start: int
+    shard_start: int
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every element of a Unit lives, for every rank."""
+
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat vector, padding included."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def param_numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(slot.numel for slot in self.slots)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What rank `rank` owns, in order; parameters that do not reach into its shard are absent."""
+        start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        found = []
+        for index, slot in enumerate(self.slots):
+            low, high = max(slot.offset, start), min(slot.end, stop)
+            if low < high:
+                found.append(Piece(index, low - slot.offset, low - start, high - low))
+        return tuple(found)
+
+    def cover(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int, int]]:
+        """Split [start, stop) into runs: (slot index or None for padding, start in the slot, start in the run, numel)."""
+        at = start
+        index = max(bisect.bisect_right(self._offsets, start) - 1, 0)
+        while at < stop:
+            while index < len(self.slots) and self.slots[index].end <= at:
+                index += 1
+            if index == len(self.slots):
+                yield None, 0, at - start, stop - at
+                return
+            slot = self.slots[index]
+            if at < slot.offset:
+                gap = min(slot.offset, stop) - at
+                yield None, 0, at - start, gap
+                at += gap
+            else:
+                run = min(slot.end, stop) - at
+                yield index, at - slot.offset, at - start, run
+                at += run
+
+    @property
+    def _offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
+
+def make_layout(
+    params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int, world_size: int
+) -> Layout:
+    """Lay out (name, shape, stride) triples for a stored element size and a world size."""
+    align = ALIGN_BYTES // itemsize
+    slots = []
+    at = 0
+    for name, shape, stride in params:
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        slots.append(Slot(name, tuple(shape), tuple(stride), numel, at))
+        at = _round_up(at + numel, align)
+    shard = _round_up(-(-at // world_size), align)
+    if shard * itemsize >= LARGE_SHARD_BYTES:
+        shard = _round_up(shard, BLOCK_BYTES // itemsize)
+    return Layout(tuple(slots), shard, world_size)
+
+
+def storage_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides to keep: the given ones if they fill memory without gaps or overlap, else row-major ones."""
+    expected = 1
+    for extent, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if extent == 1:
+            continue
+        if extent == 0:
+            break
+        if step != expected:
+            break
+        expected *= extent
+    else:
+        return tuple(stride)
+    dense: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        dense.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(dense))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

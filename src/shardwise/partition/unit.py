@@ -1,0 +1,289 @@
+"""One Unit: the parameters gathered together, this rank's shard of them, and how they appear in the module.
+
+Owned by an `Owner` (the runtime, or construction), which decides when to gather and free. A Unit never communicates;
+it only holds tensors and keeps parameters, full vector and shard consistent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.partition.layout import Layout, Piece
+from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, put_grad, take_grad
+from shardwise.tiers import FullBuffer, Kind, Ledger, Tier, make_full_buffer
+
+
+_CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitDtypes:
+    """The dtypes of one Unit, resolved from the precision asked for and the parameters' own."""
+
+    original: torch.dtype
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    master: torch.dtype
+
+
+class Span(NamedTuple):
+    """The part of a flat vector that this rank updates."""
+
+    start: int
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePiece:
+    """One parameter's part inside this rank's span, as the optimizer sees it."""
+
+    piece: Piece
+    master: nn.Parameter
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        name: str,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        rank: int,
+        dtypes: UnitDtypes,
+        device: torch.device,
+        owner: Owner,
+        ledger: Ledger,
+        is_trainable: bool,
+        is_always_full: bool,
+        updates_full: bool,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.module = module
+        self.params = list(params)
+        self.layout = layout
+        self.rank = rank
+        self.dtypes = dtypes
+        self.device = device
+        self.owner = owner
+        self.is_trainable = is_trainable
+        self.is_always_full = is_always_full
+        self.state = UnitState.SHARDED
+        self.version = 0  # counts changes of the parameters, so that a graph can tell it is out of date
+        self.scopes = 0  # forward calls now inside this Unit
+        self.is_pinned = False  # kept gathered until the next optimizer step
+        self.grad: torch.Tensor | None = None
+        self._ledger = ledger
+        self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
+        self._classes = [managed_classes(type(p)) for p in params]
+        self._views: list[torch.Tensor] | None = None
+        self._blanks: list[torch.Tensor] = []
+        self._full: FullBuffer | None = None
+        self.span = (
+            Span(0, layout.numel) if updates_full else Span(rank * layout.shard_numel, layout.shard_numel)
+        )
+        self.shard: torch.Tensor
+        self.master: torch.Tensor
+        self.pieces: tuple[UpdatePiece, ...] = ()
+
+    # -- memory -----------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full vector in the compute dtype; its contents count only while gathering or gathered."""
+        if self._full is None:
+            self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.device)
+        return self._full.tensor
+
+    @property
+    def holds_alias(self) -> bool:
+        """Whether the shard is this rank's slice of the full vector itself, so that it costs no bytes of its own."""
+        return self.is_always_full and self.dtypes.stored == self.dtypes.compute
+
+    def allocate(self, shard_memory: torch.Tensor | None) -> None:
+        """Take memory for shard, masters and (if it never goes away) the full vector.
+
+        `shard_memory` is where the transport wants the shard to live; None when the shard is a slice of the full.
+        """
+        if self.is_always_full:
+            self._claim_full()
+        if shard_memory is None:
+            start = self.rank * self.layout.shard_numel
+            self.shard = self.full[start : start + self.layout.shard_numel]
+        else:
+            self.shard = shard_memory
+            self._ledger.take(self._tier, Kind.PARAM, shard_memory.numel() * shard_memory.element_size())
+        self.master = self._master_memory() if self.is_trainable else self.shard
+        self._blanks = [self._blank_for(slot.shape) for slot in self.layout.slots]
+
+    def _master_memory(self) -> torch.Tensor:
+        if self.dtypes.master == self.dtypes.stored and self.span.numel == self.layout.shard_numel:
+            return self.shard
+        if self.dtypes.master == self.dtypes.compute == self.dtypes.stored and self.is_always_full:
+            return self.full
+        self._ledger.take(self._tier, Kind.MASTER, self.span.numel * self.dtypes.master.itemsize)
+        return torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
+
+    def _blank_for(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full((), float("nan"), dtype=self.dtypes.compute, device=self.device).expand(shape)
+
+    def blank(self, index: int) -> torch.Tensor:
+        """An empty tensor with the gathered parameter's strides, for questions about geometry."""
+        slot = self.layout.slots[index]
+        return torch.empty_strided(slot.shape, slot.stride, device="meta")
+
+    def _claim_full(self) -> None:
+        full = self.full  # creates the buffer on first use
+        assert self._full is not None
+        self._full.claim()
+        kind = Kind.PARAM if self.is_always_full else Kind.BUFFER
+        self._ledger.take(self._tier, kind, full.numel() * full.element_size())
+
+    def grad_memory(self) -> torch.Tensor:
+        """The reduced gradient of this rank's span, taken on first use and kept."""
+        if self.grad is None:
+            self.grad = torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
+            self._ledger.take(self._tier, Kind.GRAD, self.grad.numel() * self.grad.element_size())
+        return self.grad
+
+    # -- values -----------------------------------------------------------------------------------------------
+
+    def store(self, index: int, values: torch.Tensor) -> None:
+        """Write one parameter's whole value (flat, storage order) into this rank's shard, master and full vector."""
+        slot = self.layout.slots[index]
+        values = values.detach()
+        if self.is_always_full:
+            self.full[slot.offset : slot.end].copy_(values.to(self.dtypes.stored))
+        self._store_part(self.shard, self.rank * self.layout.shard_numel, slot.offset, values)
+        if self.master is not self.shard:
+            self._store_part(self.master, self.span.start, slot.offset, values)
+
+    @staticmethod
+    def _store_part(target: torch.Tensor, target_start: int, offset: int, values: torch.Tensor) -> None:
+        low = max(offset, target_start)
+        high = min(offset + values.numel(), target_start + target.numel())
+        if low < high:
+            target[low - target_start : high - target_start].copy_(values[low - offset : high - offset])
+
+    def store_from_full(self) -> bool:
+        """Write gathered values that were changed in place back into shard and master; True if any were.
+
+        Only changed elements are written: an untouched master keeps the digits its stored form has lost.
+        """
+        own = self.rank * self.layout.shard_numel
+        is_changed = self._store_changed(self.shard, own) if not self.holds_alias else False
+        if self.master is not self.shard and self.master is not self._full_tensor():
+            is_changed |= self._store_changed(self.master, self.span.start)
+        return is_changed
+
+    def _store_changed(self, target: torch.Tensor, start: int) -> bool:
+        stored = self.dtypes.stored
+        is_changed = False
+        for at in range(0, target.numel(), _CHUNK_NUMEL):
+            old = target[at : at + _CHUNK_NUMEL]
+            new = self.full[start + at : start + at + old.numel()]
+            was = old.to(stored).to(new.dtype)
+            differs = ~((new == was) | (new.isnan() & was.isnan()))
+            if bool(differs.any()):
+                is_changed = True
+                old.copy_(torch.where(differs, new.to(old.dtype), old))
+        return is_changed
+
+    def publish_master(self) -> None:
+        """After an optimizer step: round the masters into the stored shard (and, if it is whole, into the full)."""
+        if self.master is self.shard or self.master is self._full_tensor():
+            return
+        if self.span.numel == self.layout.shard_numel:
+            self.shard.copy_(self.master)
+        else:
+            self.full.copy_(self.master.to(self.dtypes.stored))
+            start = self.rank * self.layout.shard_numel
+            self.shard.copy_(self.master[start : start + self.layout.shard_numel])
+
+    def _full_tensor(self) -> torch.Tensor | None:
+        return None if self._full is None else self._full.tensor
+
+    def changed(self) -> None:
+        """Note that parameter values are new: graphs built before are out of date."""
+        self.version += 1
+        if self.state is UnitState.GATHERED:
+            torch.autograd.graph.increment_version(self.params)
+
+    # -- lifecycle --------------------------------------------------------------------------------------------
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether parameters are usable now."""
+        return self.state is UnitState.GATHERED
+
+    def begin_gather(self) -> torch.Tensor:
+        """Claim the full vector for filling and return it."""
+        check_move(self.name, self.state, UnitState.GATHERING)
+        if not self.is_always_full:
+            self._claim_full()
+        self.state = UnitState.GATHERING
+        return self.full
+
+    def expose(self) -> None:
+        """The full vector is filled: point the module's parameters at it."""
+        check_move(self.name, self.state, UnitState.GATHERED)
+        if self._views is None:
+            full = self.full
+            self._views = [torch.as_strided(full, s.shape, s.stride, s.offset) for s in self.layout.slots]
+        for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
+            param.__class__ = gathered  # first: a FreedParameter refuses to have its data set
+            param.data = view
+        self.state = UnitState.GATHERED
+
+    def free(self) -> None:
+        """Parameters become placeholders and the full vector's memory is given back."""
+        check_move(self.name, self.state, UnitState.SHARDED)
+        for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+            param.data = blank
+            param.__class__ = freed
+        self.state = UnitState.SHARDED
+        assert self._full is not None
+        self._full.discard()
+        self._ledger.give(self._tier, Kind.BUFFER, self._full.num_bytes)
+
+    def adopt(self) -> None:
+        """Make the module's own parameters this Unit's: from here on they are placeholders or views."""
+        for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
+            put_grad(param, None)
+            param.data = self._blanks[index]
+            param._shardwise = Handle(self, index)  # type: ignore[attr-defined]
+            param.__class__ = freed
+        if self.is_always_full:
+            self.state = UnitState.GATHERING
+            self.expose()
+
+    def is_intact(self) -> bool:
+        """Whether gathered parameters still are the views they were given (nobody assigned `.data`)."""
+        if self._views is None or self.state is not UnitState.GATHERED:
+            return True
+        return all(p.data_ptr() == v.data_ptr() for p, v in zip(self.params, self._views, strict=True))
+
+    def take_grads(self) -> None:
+        """Drop gradients autograd left on the parameters (after an exception in the middle of a backward)."""
+        for param in self.params:
+            take_grad(param)
+
+
+def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A parameter's elements in storage order, as the layout keeps them."""
+    value = param.detach()
+    if tuple(value.stride()) == stride:
+        return value.as_strided((value.numel(),), (1,))
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value).as_strided(
+        (value.numel(),), (1,)
+    )

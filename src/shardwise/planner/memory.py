@@ -1,0 +1,114 @@
+"""The memory formula as product code: bytes per rank and kind, from sizes alone.
+
+The report prints it beside what was measured and the tests hold the measurement to it. Pure arithmetic: no tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitSize:
+    """What the formula needs to know of one Unit. Lengths are in elements, padding included."""
+
+    path: str
+    """Where in the module tree the Unit is opened; a Unit stays gathered while anything below it runs."""
+    full_numel: int
+    shard_numel: int
+    stored_itemsize: int
+    compute_itemsize: int
+    master_itemsize: int
+    is_trainable: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Predicted bytes per rank."""
+
+    param: int
+    master: int
+    grad: int
+    moment: int
+    buffer: int
+    activation: int
+
+    @property
+    def total(self) -> int:
+        """Everything at once: what one rank needs beside the interpreter and its libraries."""
+        return self.param + self.master + self.grad + self.moment + self.buffer + self.activation
+
+    def by_kind(self) -> dict[str, int]:
+        """Kind to bytes, in the order of the report."""
+        return dataclasses.asdict(self)
+
+
+def plan_memory(
+    units: Sequence[UnitSize],
+    *,
+    stage: int,
+    num_moments: int,
+    exchange_bytes: int = 0,
+    activation_bytes: int = 0,
+    reductions_in_flight: int = 3,
+) -> MemoryPlan:
+    """Bytes per rank for a stage.
+
+    Parameters are whole below stage 3. Masters cost bytes only where they are not the stored parameters themselves.
+    Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on.
+    """
+    trainable = [u for u in units if u.is_trainable]
+    span = {id(u): u.full_numel if stage == 0 else u.shard_numel for u in trainable}
+    if stage == 3:
+        param = sum(u.shard_numel * u.stored_itemsize for u in units)
+        gathered = _largest_chain(units)
+    else:
+        param = sum(u.full_numel * u.compute_itemsize for u in units)
+        param += sum(u.shard_numel * u.stored_itemsize for u in units if u.stored_itemsize != u.compute_itemsize)
+        gathered = 0
+    master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, stage))
+    local = [u.full_numel * u.compute_itemsize for u in trainable]
+    on_the_way = sum(local) if stage < 2 else _largest_run(local, reductions_in_flight)
+    return MemoryPlan(
+        param=param,
+        master=master,
+        grad=sum(span[id(u)] * u.master_itemsize for u in trainable) + on_the_way,
+        moment=num_moments * sum(span[id(u)] * u.master_itemsize for u in trainable),
+        buffer=gathered + exchange_bytes,
+        activation=activation_bytes,
+    )
+
+
+def _has_own_master(unit: UnitSize, stage: int) -> bool:
+    same_as_stored = unit.master_itemsize == unit.stored_itemsize
+    return not (same_as_stored and (stage > 0 or unit.stored_itemsize == unit.compute_itemsize))
+
+
+def _largest_chain(units: Sequence[UnitSize]) -> int:
+    """Units are open together when one is opened at or above the other's place in the tree."""
+    sizes = [(u.path, u.full_numel * u.compute_itemsize) for u in units]
+    return max(
+        sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + "."))
+        for deepest, _ in sizes
+    )
+
+
+def _largest_run(sizes: Sequence[int], length: int) -> int:
+    return max((sum(sizes[start : start + length]) for start in range(len(sizes))), default=0)
+
+
+def gpt_activation_bytes(
+    *, layers: int, hidden: int, heads: int, sequence: int, batch: int, vocabulary: int, itemsize: int = 4
+) -> int:
+    """What autograd keeps for a GPT of `shardwise.testing.models` without dropout, fp32 by default.
+
+    Per block and token: two norms keep their input (2 h), attention its normed input, the joint projection, the
+    heads' output and one row of statistics (h + 3 h + h + a), the output projection nothing further, and the feed-forward part
+    its normed input, the expansion before and after the nonlinearity (h + 4 h + 4 h). The head keeps its input
+    and the loss the log-probabilities.
+    """
+    tokens = batch * sequence
+    per_token = 2 * hidden + 5 * hidden + heads + 9 * hidden + 4
+    head = 2 * hidden + 2 + vocabulary
+    return itemsize * tokens * (layers * per_token + head)

@@ -1,0 +1,4 @@
+"""What comes next?
+
+An empty room: nothing is built here yet, and nothing imports it. `docs/architecture.md` says what it is for.
+"""

@@ -1,0 +1,240 @@
+"""Element-wise parity with plain replicated training: the reference, the comparison and its report.
+
+The reference is ordinary autograd on a whole replica per rank. After every backward the replicas' gradients are averaged
+over ranks, summed in rank order, and accumulated; then the user's own optimizer class steps on whole parameters.
+Where the run stores 16-bit parameters, the reference rounds at the same places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.config import Precision
+from shardwise.engine import clip_factor
+
+
+class SupportsParity(Protocol):
+    """The part of a run that the comparison reads."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor: ...
+
+    def grad(self, name: str) -> torch.Tensor | None: ...
+
+    def master(self, name: str) -> torch.Tensor: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The largest element-wise difference of one quantity."""
+
+    quantity: str
+    step: int
+    largest: float
+    largest_ulps: float
+    """In units of the last place of the reference element, where the difference is largest."""
+
+
+@dataclasses.dataclass
+class ParityReport:
+    """Differences between a sharded run and plain training, largest first."""
+
+    steps: int
+    differences: list[Difference]
+    compared_elements: int
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether every compared element was equal to the last bit."""
+        return self.compared_elements > 0 and not self.differences
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute difference."""
+        return max((d.largest for d in self.differences), default=0.0)
+
+    @property
+    def largest_ulps(self) -> float:
+        """The largest difference in units of the last place."""
+        return max((d.largest_ulps for d in self.differences), default=0.0)
+
+    def __str__(self) -> str:
+        if self.compared_elements == 0:
+            return "parity: nothing was compared"
+        head = f"parity over {self.steps} steps, {self.compared_elements} elements compared: "
+        if self.is_bitwise:
+            return head + "equal to the last bit"
+        rows = [
+            f"  {d.quantity} at step {d.step}: {d.largest:.3e} ({d.largest_ulps:.1f} ulp)" for d in self.differences[:10]
+        ]
+        return "\n".join([head + f"{len(self.differences)} quantities differ", *rows])
+
+
+class PlainTrainer:
+    """One rank of plain replicated training, with the same rounding as a run of the given precision."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._stored = precision.param
+        self._wire = precision.reduce
+        self.masters: dict[str, nn.Parameter] = {}
+        self._held: dict[str, torch.Tensor] = {}  # accumulated mean gradients
+        swap: dict[int, nn.Parameter] = {}
+        for name, param in model.named_parameters():
+            rounds = self._stored is not None and self._stored != param.dtype
+            swap[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad) if rounds else param
+            self.masters[name] = swap[id(param)]
+        for group in optimizer.param_groups:
+            group["params"] = [swap[id(p)] for p in group["params"]]
+        self._round()
+
+    def _round(self) -> None:
+        """What the model computes with: the masters, rounded as the run stores them."""
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                if self.masters[name] is not param:
+                    param.copy_(self.masters[name].to(self._stored))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Local backward, then average over ranks and accumulate."""
+        loss.backward()
+        for name, param in self.model.named_parameters():
+            local, param.grad = param.grad, None
+            mean = self._average(local, param) if param.requires_grad else None
+            if mean is not None:
+                self._held[name] = mean if name not in self._held else self._held[name] + mean
+
+    def _average(self, local: torch.Tensor | None, param: nn.Parameter) -> torch.Tensor | None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size == 1:
+            return local
+        is_used = torch.tensor([int(local is not None)])
+        dist.all_reduce(is_used)
+        if not is_used.item():
+            return None
+        mine = torch.zeros_like(param) if local is None else local.detach()
+        if self._wire is not None:
+            mine = mine.to(self._wire)
+        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(world_size)]
+        dist.all_gather(parts, mine.contiguous())
+        total = parts[0].float() if parts[0].dtype.itemsize == 2 else parts[0].clone()
+        for part in parts[1:]:
+            total = total + part
+        return total / world_size
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The accumulated mean gradient of a parameter."""
+        return self._held.get(name)
+
+    def step(self, max_norm: float | None) -> None:
+        """Clip if asked, update, and start the next accumulation."""
+        if max_norm is not None:
+            factor = clip_factor(plain_norm(list(self._held.values())), max_norm)
+            for grad in self._held.values():
+                grad.mul_(factor)
+        for name, grad in self._held.items():
+            self.masters[name].grad = grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._held.clear()
+        self._round()
+
+
+def plain_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of a list of tensors, formed in fp64 and rounded to fp32."""
+    total = torch.zeros(1, dtype=torch.float64)
+    for grad in grads:
+        total += grad.double().square().sum()
+    return total.sqrt().to(torch.float32).squeeze(0)
+
+
+def compare_with_plain(
+    run: SupportsParity,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plain: nn.Module,
+    plain_optimizer: torch.optim.Optimizer,
+    batch_fn: Callable[[nn.Module, int], torch.Tensor],
+    *,
+    steps: int,
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    seed: int = 1234,
+) -> ParityReport:
+    """Train both for `steps` steps on the same data and compare losses, gradients and values after each.
+
+    `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    reference = PlainTrainer(plain, plain_optimizer, run.config.precision)
+    comparison = _Comparison()
+    for step in range(steps):
+        for micro in range(accumulate):
+            number = step * accumulate + micro
+            torch.manual_seed(seed + 1000 * number + rank)
+            loss = batch_fn(model, number)
+            torch.manual_seed(seed + 1000 * number + rank)
+            expected = batch_fn(plain, number)
+            comparison.add("loss", step, loss.detach(), expected.detach())
+            loss.backward()
+            reference.backward(expected)
+        if max_norm is not None:
+            run.clip_grad_norm_(max_norm)
+        if max_norm is None:  # clipped gradients are compared through the values they lead to
+            for name, param in plain.named_parameters():
+                if param.requires_grad:
+                    comparison.add_grad(name, step, run.grad(name), reference.gradient(name))
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(max_norm)
+        for name, master in reference.masters.items():
+            comparison.add(f"parameter {name}", step, run.master(name), master.detach())
+    return comparison.report(steps)
+
+
+class _Comparison:
+    def __init__(self) -> None:
+        self._worst: dict[str, Difference] = {}
+        self._elements = 0
+
+    def add_grad(self, name: str, step: int, found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+        if (found is None) != (expected is None):
+            have, lack = ("plain training", "the run") if found is None else ("the run", "plain training")
+            self._worst[f"gradient {name}"] = Difference(
+                f"gradient {name} ({have} has one, {lack} has none)", step, float("inf"), float("inf")
+            )
+        elif found is not None and expected is not None:
+            self.add(f"gradient {name}", step, found, expected)
+
+    def add(self, quantity: str, step: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+        found, expected = found.double(), expected.double()
+        self._elements += expected.numel()
+        if found.shape != expected.shape:
+            self._worst[quantity] = Difference(f"{quantity} (shape)", step, float("inf"), float("inf"))
+            return
+        if torch.equal(found, expected) or expected.numel() == 0:
+            return
+        gap = (found - expected).abs()
+        gap = torch.where(torch.isnan(gap), torch.full_like(gap, float("inf")), gap)
+        gap = torch.where(torch.isnan(found) & torch.isnan(expected), torch.zeros_like(gap), gap)
+        largest = float(gap.max())
+        if largest == 0.0:
+            return
+        ulp = torch.exp2(torch.floor(torch.log2(expected.abs().clamp_min(torch.finfo(torch.float32).tiny)))) * 2.0**-23
+        ulps = float((gap / ulp).max())
+        worst = self._worst.get(quantity)
+        if worst is None or largest > worst.largest:
+            self._worst[quantity] = Difference(quantity, step, largest, ulps)
+
+    def report(self, steps: int) -> ParityReport:
+        ordered = sorted(self._worst.values(), key=lambda d: d.largest, reverse=True)
+        return ParityReport(steps, ordered, self._elements)

@@ -1,0 +1,91 @@
+"""Tickets: every asynchronous start returns one, and `wait()` ends it.
+
+A `Lane` is one background thread that runs its jobs in the order they were given. Lanes never call
+back into a Run; they only move bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+
+class Ticket(ABC):
+    """Something that was started and must be waited for exactly where its result is needed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the work is done; raise what the work raised. Calling twice is allowed."""
+
+
+class Done(Ticket):
+    """A Ticket for work that was already finished when it was handed out."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class Deferred(Ticket):
+    """A Ticket whose completion runs in the waiting thread, once."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Run the completion if nobody has."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class _Job(Ticket):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            if self._work is not None:
+                self._work()
+        except BaseException as error:  # handed to the waiter, whatever it is
+            self._error = error
+        finally:
+            self._work = None  # the closure holds gradients: drop them before anyone wakes
+            self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Lane:
+    """One daemon thread and a queue of jobs, run strictly in order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        """Queue `work`; its Ticket re-raises whatever it raises."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        job = _Job(work)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=10.0)
+            self._thread = None
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
