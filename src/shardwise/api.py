@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Transport, World, make_transport
+from shardwise.comm import Reservation, Transport, World, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine import (
     STAGES,
@@ -68,14 +68,16 @@ def shard(
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
     _broadcast_buffers(world, model)
-    transport = make_transport(config.transport, world, config.exchange_bytes)
+    transport = make_transport(config.transport, world, config.exchange_bytes, config.timeout_s)
     scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
     ledger = Ledger()
     runtime = Runtime(world, transport, STAGES[config.stage], EventLog(), scaler, ledger)
     emulated = _emulated(world, config)
-    units = []
-    for spec in specs:
-        units.append(_make_unit(len(units), spec, model, runtime, config, emulated, ledger))
+    units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
+    memory = transport.reserve([Reservation(u.index, u.reserved_numel, u.dtypes.stored, u.holds_alias) for u in units])
+    for unit, spec, vector in zip(units, specs, memory, strict=True):
+        _fill_unit(unit, spec, vector)
+    transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:
         adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_step)
@@ -118,7 +120,7 @@ class Run:
             for slot, info in enumerate(spec.infos)
             for name in info.names
         }
-        self._paths = [spec.module_path for spec in specs]
+        self._specs = specs
         self.config = config
         """What was asked for, frozen."""
         self.ledger = ledger
@@ -271,21 +273,22 @@ class Run:
         """The formula's bytes per rank for this model and configuration."""
         sizes = [
             UnitSize(
-                path=path,
+                path=spec.module_path,
                 full_numel=unit.layout.numel,
                 shard_numel=unit.layout.shard_numel,
                 stored_itemsize=unit.dtypes.stored.itemsize,
                 compute_itemsize=unit.dtypes.compute.itemsize,
                 master_itemsize=unit.dtypes.master.itemsize,
                 is_trainable=unit.is_trainable,
+                shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
             )
-            for unit, path in zip(self._runtime.units, self._paths, strict=True)
+            for unit, spec in zip(self._runtime.units, self._specs, strict=True)
         ]
         return plan_memory(
             sizes,
             stage=self.config.stage,
             num_moments=num_moments(self._optimizer),
-            exchange_bytes=self.config.exchange_bytes,
+            exchange_bytes=self._runtime.transport.planned_exchange_bytes,
             activation_bytes=self._activation_bytes if activation_bytes is None else activation_bytes,
             reductions_in_flight=MAX_IN_FLIGHT + 1,
         )
@@ -350,6 +353,7 @@ class Run:
             "exchange_bytes": self.config.exchange_bytes,
             "methods": self.config.methods,
             "transport": self.config.transport,
+            "timeout_s": self.config.timeout_s,
         }
         plain, plain_optimizer = self._plain_copy()
         other, other_optimizer = self._plain_copy()
@@ -482,7 +486,7 @@ def _emulated(world: World, config: ShardConfig) -> bool:
 
 
 def _make_unit(
-    index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, config: ShardConfig, emulated: bool, ledger: Ledger
+    index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, config: ShardConfig, emulated: bool
 ) -> Unit:
     first = spec.infos[0].param
     stage = STAGES[config.stage]
@@ -492,7 +496,7 @@ def _make_unit(
         dtypes.stored.itemsize,
         runtime.world.world_size,
     )
-    unit = Unit(
+    return Unit(
         index=index,
         name=spec.name,
         module=model.get_submodule(spec.module_path),
@@ -502,17 +506,20 @@ def _make_unit(
         dtypes=dtypes,
         device=first.device,
         owner=runtime,
-        ledger=ledger,
+        ledger=runtime.ledger,
         is_trainable=spec.is_trainable,
         is_always_full=stage.params is Held.FULL,
         updates_full=stage.states is Held.FULL,
     )
-    unit.allocate(None if unit.holds_alias else runtime.transport.shard_memory(layout.shard_numel, dtypes.stored))
+
+
+def _fill_unit(unit: Unit, spec: UnitSpec, memory: torch.Tensor) -> None:
+    """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
+    unit.allocate(memory)
     for slot, info in enumerate(spec.infos):
-        with _values_of(info, layout.slots[slot].stride) as values:
+        with _values_of(info, unit.layout.slots[slot].stride) as values:
             unit.store(slot, values)
     unit.adopt()
-    return unit
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module],
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MASTERS = (torch.float64, torch.float32)
-TRANSPORTS = ("auto", "pairwise", "reference", "nccl")
+TRANSPORTS = ("auto", "shared", "pairwise", "reference", "nccl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,9 @@ class ShardConfig:
     transport: str = "auto"
     """How ranks combine: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
 
+    timeout_s: float = 600.0
+    """How long a rank waits for another before it raises."""
+
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or not 0 <= self.stage <= 3:
             raise ConfigError(
@@ -121,6 +124,8 @@ class ShardConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{field}={value!r} must be a whole number of at least {least} bytes.")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds.")
         if self.transport not in TRANSPORTS:
             raise ConfigError(
                 f"transport={self.transport!r} is not known{_nearest(self.transport, TRANSPORTS)}; "

@@ -1,6 +1,6 @@
 """How do ranks combine?
 
-Public names: `World` (rank, size, small collectives on `torch.distributed`), `Transport`, `Counters`,
+Public names: `World` (rank, size, small collectives on `torch.distributed`), `Transport`, `Reservation`, `Counters`,
 `make_transport` (gather and reduce of flat vectors).
 
 Invariants: every transport gives the same bits for two ranks; sums are formed in rank order and in fp32 or wider (the
@@ -8,8 +8,8 @@ reference and NCCL transports leave the order to their library); exchange buffer
 element sent is counted.
 """
 
-from shardwise.comm.transport import Counters, Sink, Source, Transport
+from shardwise.comm.transport import Counters, Reservation, Sink, Source, Transport
 from shardwise.comm.transports import make_transport
 from shardwise.comm.world import World
 
-__all__ = ["Counters", "Sink", "Source", "Transport", "World", "make_transport"]
+__all__ = ["Counters", "Reservation", "Sink", "Source", "Transport", "World", "make_transport"]

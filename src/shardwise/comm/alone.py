@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shardwise.comm.transport import Sink, Source, Transport, copy_own, sum_dtype
+from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, sum_dtype
 from shardwise.comm.world import World
 from shardwise.ticket import Done, Ticket
 
@@ -17,7 +19,16 @@ class AloneTransport(Transport):
     def __init__(self, world: World, exchange_bytes: int) -> None:
         super().__init__(world)
         self._limit_bytes = exchange_bytes
+        self._largest_shard_numel = 1 << 62
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
+        """Plain memory; the buffer will be no larger than the largest Unit needs."""
+        self._largest_shard_numel = max(r.shard_numel(1) for r in reservations)
+        return super().reserve(reservations)
+
+    def _chunk(self, dtype: torch.dtype) -> int:
+        return max(min(self._limit_bytes // dtype.itemsize, self._largest_shard_numel), 1)
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         """Copy the one shard."""
@@ -28,10 +39,10 @@ class AloneTransport(Transport):
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Hand the gradient over, chunk by chunk."""
         dtype = sum_dtype(wire)
-        chunk = min(shard_numel, max(self._limit_bytes // dtype.itemsize, 1))
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < chunk:
-            buffer = self._buffers[dtype] = torch.empty(chunk, dtype=dtype, device=self.world.device)
+        chunk = self._chunk(dtype)
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(chunk, dtype=dtype, device=self.world.device)
+        buffer = self._buffers[dtype]
         for start in range(0, shard_numel, chunk):
             part = buffer[: min(chunk, shard_numel - start)]
             source(start, part)
@@ -43,3 +54,8 @@ class AloneTransport(Transport):
     def exchange_bytes(self) -> int:
         """The one chunk buffer per dtype."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+    @property
+    def planned_exchange_bytes(self) -> int:
+        """One chunk buffer in fp32."""
+        return self._chunk(torch.float32) * 4

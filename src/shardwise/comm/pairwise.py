@@ -7,12 +7,13 @@ other is summed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
 from shardwise.comm.world import World
 from shardwise.errors import TransportError
 from shardwise.observe import pause
@@ -47,7 +48,13 @@ class PairwiseTransport(Transport):
         self._reduce_group = world.new_group()
         self._lane = Lane("shardwise-reduce")
         self._limit_bytes = exchange_bytes
+        self._largest_shard_numel = 1 << 62
         self._sets: dict[torch.dtype, tuple[_ExchangeSet, _ExchangeSet]] = {}
+
+    def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
+        """Plain memory; exchange buffers will be no larger than the largest Unit needs."""
+        self._largest_shard_numel = max(r.shard_numel(self.world.world_size) for r in reservations)
+        return super().reserve(reservations)
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         """Send the shard to every peer and receive theirs straight into place (or, if narrower, beside it)."""
@@ -123,11 +130,21 @@ class PairwiseTransport(Transport):
 
     def _exchange_sets(self, wire: torch.dtype) -> tuple[_ExchangeSet, _ExchangeSet]:
         if wire not in self._sets:
-            peers = self.world.world_size - 1
-            per_element = 2 * (2 * peers * wire.itemsize + sum_dtype(wire).itemsize)
-            numel = max(self._limit_bytes // per_element // _GRAIN * _GRAIN, _GRAIN)
+            numel = self._chunk(wire)
             self._sets[wire] = (_ExchangeSet(self.world, numel, wire), _ExchangeSet(self.world, numel, wire))
         return self._sets[wire]
+
+    def _per_element_bytes(self, wire: torch.dtype) -> int:
+        return 2 * (2 * (self.world.world_size - 1) * wire.itemsize + sum_dtype(wire).itemsize)
+
+    def _chunk(self, wire: torch.dtype) -> int:
+        numel = min(self._limit_bytes // self._per_element_bytes(wire), self._largest_shard_numel)
+        return max(-(-numel // _GRAIN) * _GRAIN, _GRAIN)
+
+    @property
+    def planned_exchange_bytes(self) -> int:
+        """Both sets with an fp32 wire."""
+        return self._chunk(torch.float32) * self._per_element_bytes(torch.float32)
 
     @property
     def exchange_bytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,20 @@ Source = Callable[[int, torch.Tensor], None]
 """`source(start, out)` writes elements [start, start + len(out)) of this rank's full gradient into `out`."""
 Sink = Callable[[int, torch.Tensor], None]
 """`sink(start, total)` takes the sum over ranks for elements [start, start + len(total)) of this rank's shard."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """Memory a Unit asks for: its shard, or (`is_full`) a full vector of which rank r's slice is the shard."""
+
+    tag: int
+    numel: int
+    dtype: torch.dtype
+    is_full: bool
+
+    def shard_numel(self, world_size: int) -> int:
+        """Length of one rank's part."""
+        return self.numel // world_size if self.is_full else self.numel
 
 
 @dataclasses.dataclass
@@ -54,9 +68,12 @@ class Transport(ABC):
         self.world = world
         self.counters = Counters()
 
-    def shard_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a shard, where this transport can reach it best."""
-        return torch.zeros(numel, dtype=dtype, device=self.world.device)
+    def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
+        """Zeroed memory for the vectors that will be gathered often, where this transport can reach it best."""
+        return [torch.zeros(entry.numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
+
+    def fence(self) -> None:
+        """Return when no rank still reads shards (before they change) or still writes them (before they are read)."""
 
     @abstractmethod
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
@@ -75,6 +92,11 @@ class Transport(ABC):
     @property
     def exchange_bytes(self) -> int:
         """Bytes of exchange buffers this transport holds now."""
+        return 0
+
+    @property
+    def planned_exchange_bytes(self) -> int:
+        """Bytes of exchange buffers it will hold once it has reduced the reserved Units, all in one wire dtype."""
         return 0
 
     def close(self) -> None:

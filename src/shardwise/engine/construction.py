@@ -27,6 +27,7 @@ from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layo
 from shardwise.tiers import Ledger
 
 _EXCHANGE_BYTES = 8 << 20
+_TIMEOUT_S = 600.0
 
 
 class Construction:
@@ -36,7 +37,7 @@ class Construction:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.transport: Transport = make_transport("auto", world, _EXCHANGE_BYTES)
+        self.transport: Transport = make_transport("auto", world, _EXCHANGE_BYTES, _TIMEOUT_S)
         self.ledger = Ledger()
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.comm import Transport, World
 from shardwise.engine.stages import Held, Stage
 from shardwise.observe import EventLog
-from shardwise.partition import Unit, flat_values
+from shardwise.partition import Unit
 from shardwise.ticket import Ticket
 from shardwise.tiers import Kind, Ledger, Tier
 
@@ -90,10 +90,9 @@ class Gradients:
             self._land()
         arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
         self._launched.add(unit.index)
-        flats = {slot: flat_values(grad, unit.layout.slots[slot].stride) for slot, grad in arrived.items()}
         self._events.emit("reduce", unit.name)
         ticket = self._transport.reduce(
-            unit.index, unit.layout.shard_numel, unit.dtypes.reduce, _source(unit, flats), self._sink(unit, adds)
+            unit.index, unit.layout.shard_numel, unit.dtypes.reduce, _source(unit, arrived), self._sink(unit, adds)
         )
         self._flying.append((ticket, sum(_num_bytes(grad) for grad in arrived.values())))
 
@@ -254,17 +253,32 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _source(unit: Unit, flats: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
+def _source(unit: Unit, grads: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
     def source(start: int, out: torch.Tensor) -> None:
         for slot, at, run_start, numel in unit.layout.cover(start, start + out.numel()):
             part = out[run_start : run_start + numel]
-            grad = None if slot is None else flats.get(slot)
-            if grad is None:
+            grad = None if slot is None else grads.get(slot)
+            if slot is None or grad is None:
                 part.zero_()
             else:
-                part.copy_(grad[at : at + numel])
+                _read_flat(grad, unit.layout.slots[slot].stride, at, part)
 
     return source
+
+
+def _read_flat(grad: torch.Tensor, stride: tuple[int, ...], at: int, out: torch.Tensor) -> None:
+    """Copy elements [at, at + len(out)) of a gradient, in the storage order of a parameter with `stride`."""
+    if grad.stride() == stride:
+        out.copy_(grad.as_strided((grad.numel(),), (1,))[at : at + out.numel()])
+        return
+    # Autograd laid it out otherwise (a transposed product, an expanded sum): read whole rows around the range,
+    # never a dense copy of the whole gradient.
+    rows = grad.permute(sorted(range(grad.dim()), key=lambda dim: stride[dim], reverse=True))
+    row_numel = max(grad.numel() // rows.shape[0], 1)
+    first = at // row_numel
+    last = -(-(at + out.numel()) // row_numel)
+    block = rows[first:last].reshape(-1)
+    out.copy_(block[at - first * row_numel : at - first * row_numel + out.numel()])
 
 
 def _power_sum(values: torch.Tensor, power: float, chunk: int = 1 << 18) -> torch.Tensor:

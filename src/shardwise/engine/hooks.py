@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.runtime import Runtime, map_tensors
+from shardwise.engine.runtime import Entry, Runtime, map_tensors
 from shardwise.errors import ConfigError, ModelError
 from shardwise.partition import Unit
 
@@ -21,27 +21,32 @@ from shardwise.partition import Unit
 class _Hook:
     """A hook bound to one model; a deep copy of the model must not drive the original's Units, so copies do nothing."""
 
-    def __init__(self, runtime: Runtime | None, units: tuple[Unit, ...], frozen: tuple[Unit, ...]) -> None:
+    def __init__(self, runtime: Runtime | None, entries: tuple[Entry, ...] = ()) -> None:
         self._runtime = runtime
-        self._units = units
-        self._frozen = frozen
+        self._entries = entries
 
     def __deepcopy__(self, memo: Any) -> _Hook:
-        return type(self)(None, (), ())
+        return type(self)(None)
 
 
 class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._runtime is not None:
-            self._runtime.enter(self._units)
-            if self._frozen and torch.is_grad_enabled():
-                self._runtime.watch_inputs(self._frozen, (args, kwargs))
+            self._runtime.enter(self._entries, (args, kwargs))
 
 
 class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._runtime is not None:
             self._runtime.leave(output)
+
+
+class _LeaveLookup(_Hook):
+    """After a plain embedding look-up, whose backward does not read the table."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._runtime is not None:
+            self._runtime.leave(output, needs_params_in_backward=False)
 
 
 class _BeginLoading(_Hook):
@@ -68,7 +73,7 @@ class _CastInputs(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._runtime is None:
             return None
-        dtype = self._units[0].dtypes.compute
+        dtype = self._runtime.units[0].dtypes.compute
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -104,44 +109,39 @@ class _ScaleGradient(torch.autograd.Function):
 
 def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str]) -> None:
     """Register every hook; called once, after the Units have adopted the parameters."""
-    opened: dict[nn.Module, list[Unit]] = defaultdict(list)
-    for unit in units:
-        opened[unit.module].append(unit)
-    if any(not unit.is_always_full for unit in units):
-        _add_holders(model, opened)
-    for module, its_units in opened.items():
-        frozen = tuple(u for u in its_units if not u.is_trainable and not u.is_always_full)
-        module.register_forward_pre_hook(_Enter(runtime, tuple(its_units), frozen), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_Leave(runtime, tuple(its_units), ()), always_call=True)
-    _attach_to_root(model, runtime, units)
+    entries = _entries(model, units)
+    for module, its_entries in entries.items():
+        is_lookup = type(module) is nn.Embedding and module.max_norm is None
+        leave = _LeaveLookup(runtime) if is_lookup else _Leave(runtime)
+        module.register_forward_pre_hook(_Enter(runtime, its_entries), prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+    dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}
+    if len(dtypes) == 1 and units[0].dtypes.original != units[0].dtypes.compute:
+        model.register_forward_pre_hook(_CastInputs(runtime), with_kwargs=True)
+    if runtime.scaler is not None:
+        model.register_forward_hook(_ScaleOutputs(runtime))
     for path in methods:
-        _wrap_method(model, runtime, path, opened)
+        _wrap_method(model, runtime, path, entries)
     model.zero_grad = _make_zero_grad(runtime)  # type: ignore[method-assign]
-    model.register_load_state_dict_pre_hook(_BeginLoading(runtime, (), ()))
-    model.register_load_state_dict_post_hook(_EndLoading(runtime, (), ()))
+    model.register_load_state_dict_pre_hook(_BeginLoading(runtime))
+    model.register_load_state_dict_post_hook(_EndLoading(runtime))
 
 
-def _add_holders(model: nn.Module, opened: dict[nn.Module, list[Unit]]) -> None:
-    """A module that holds parameters opens their Units too, so that it can be called on its own."""
+def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:
+    """Which Units each module opens: those placed at it and, where parameters come and go, those it holds parts of."""
+    found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
+    for unit in units:
+        found[unit.module].setdefault(unit, [])
     for module in model.modules():
         for param in module._parameters.values():
             handle = getattr(param, "_shardwise", None)
-            if handle is not None and handle.unit not in opened[module]:
-                opened[module].append(handle.unit)
-        if not opened[module]:
-            del opened[module]
-
-
-def _attach_to_root(model: nn.Module, runtime: Runtime, units: Sequence[Unit]) -> None:
-    dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}
-    if len(dtypes) == 1 and units[0].dtypes.original != units[0].dtypes.compute:
-        model.register_forward_pre_hook(_CastInputs(runtime, (units[0],), ()), with_kwargs=True)
-    if runtime.scaler is not None:
-        model.register_forward_hook(_ScaleOutputs(runtime, (), ()))
+            if handle is not None and not handle.unit.is_always_full:
+                found[module].setdefault(handle.unit, []).append(handle.index)
+    return {module: tuple((u, tuple(slots)) for u, slots in opened.items()) for module, opened in found.items()}
 
 
 def _wrap_method(
-    model: nn.Module, runtime: Runtime, path: str, opened: dict[nn.Module, list[Unit]]
+    model: nn.Module, runtime: Runtime, path: str, entries: dict[nn.Module, tuple[Entry, ...]]
 ) -> None:
     owner_path, _, name = path.rpartition(".")
     try:
@@ -151,12 +151,12 @@ def _wrap_method(
         raise ConfigError(f"methods: {type(model).__name__} has no method {path!r} ({error}).") from None
     if not callable(method):
         raise ConfigError(f"methods: {path!r} is a {type(method).__name__}, not a method.")
-    its_units = tuple(opened.get(owner, ()))
-    scale = _ScaleOutputs(runtime, (), ())
+    its_entries = entries.get(owner, ())
+    scale = _ScaleOutputs(runtime)
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        runtime.enter(its_units)
+        runtime.enter(its_entries, (args, kwargs))
         output = None
         try:
             output = method(*args, **kwargs)

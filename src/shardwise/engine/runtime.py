@@ -1,7 +1,7 @@
 """One training step, in the order in which it happens. The first file to read.
 
     forward   enter -> gather -> (user code) -> leave -> free
-    backward  before_backward -> gather -> (autograd) -> take gradient -> reduce -> free -> after_backward
+    backward  open passage -> gather -> (autograd) -> gradients arrive -> reduce -> close passage -> free -> after_backward
     step      before_step -> (user's optimizer) -> after_step -> gather again where parameters stay whole
 
 The runtime decides *when*; Units own tensors, the transport moves bytes, `Gradients` reduces. It must never hold a full
@@ -11,7 +11,7 @@ vector longer than its stage allows, and never let user code see one that is not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,55 @@ from shardwise.engine.window import Window
 from shardwise.errors import FreedParameterError, ModelError, NonFiniteGradientError, ShardwiseError, StaleGraphError
 from shardwise.observe import EventLog, pause
 from shardwise.optim.scaler import LossScaler
-from shardwise.partition import Handle, Unit, UnitState, peek_grad, put_grad, take_grad
+from shardwise.partition import Handle, Unit, UnitState, peek_grad, put_grad
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger
 
-Frame = list[Unit]
-"""The Units one running forward call has opened."""
+Entry = tuple[Unit, tuple[int, ...]]
+"""A Unit a module opens, and which of its parameters the module itself holds."""
+
+
+class Passage:
+    """One forward call's way back: Units are gathered when its output's gradient comes, released when its inputs' are there."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._units: tuple[tuple[Unit, int], ...] = ()
+        self._nested: tuple[tuple[Unit, int], ...] = ()
+        self._num_missing = 0
+
+    def watch(self, inputs: Any) -> None:
+        """Close when all inputs that need a gradient have theirs; without any, the end of backward closes."""
+        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
+        self._num_missing = len(tensors)
+        for tensor in tensors:
+            tensor.register_hook(self._close)
+
+    def guard(self, output: Any, units: Sequence[Unit], nested: Sequence[Unit]) -> None:
+        """Have autograd call before it runs the backward of anything this call computed."""
+        self._units = tuple((unit, unit.version) for unit in units)
+        self._nested = tuple((unit, unit.version) for unit in nested)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._open)
+
+    def _open(self, _: torch.Tensor) -> None:
+        self._runtime.before_backward(self._units, self._nested, self)
+
+    def _close(self, _: torch.Tensor) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._runtime.release((unit for unit, _ in self._units), self)
+
+
+class Frame:
+    """One forward call that is running now."""
+
+    def __init__(self, passage: Passage | None) -> None:
+        self.passage = passage
+        self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
+        self.units: list[Unit] = []  # Units this call opened: released when its backward is over
+        self.nested: list[Unit] = []  # Units some outer call has open anyway
 
 
 class Runtime:
@@ -54,6 +97,7 @@ class Runtime:
         self.ledger = ledger
         self.units: Sequence[Unit] = ()
         self.gradients: Gradients
+        self._nodes: list[torch.autograd.graph.Node] = []
         self._frames: list[Frame] = []
         self._in_backward = False
         self._loading: Window | None = None
@@ -65,40 +109,63 @@ class Runtime:
         """Take charge of the Units and listen for their gradients."""
         self.units = units
         self.gradients = Gradients(
-            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._free
+            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._complete
         )
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
         for unit in units:
             if unit.is_trainable:
                 for slot, param in enumerate(unit.params):
-                    param.register_post_accumulate_grad_hook(_GradHook(self, unit, slot))
+                    self._listen(unit, slot, param)
+
+    def _listen(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+        """Take the gradient where autograd would accumulate it: nothing is copied, `.grad` is never set."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # looks at the graph, not at values
+            node = torch.autograd.graph.get_gradient_edge(param).node
+
+        def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+            self._begin_backward()
+            if grads[0] is not None:
+                self.gradients.arrive(unit, slot, grads[0].detach())
+            return (None,)
+
+        node.register_prehook(take)
+        self._nodes.append(node)  # autograd holds the node weakly: without this a new one, unheard, would take its place
 
     # -- forward ----------------------------------------------------------------------------------------------
 
-    def enter(self, units: Sequence[Unit]) -> None:
+    def enter(self, entries: Sequence[Entry], inputs: Any) -> None:
         """A module's forward begins: make its Units usable."""
         if self._in_backward and not _is_inside_autograd():
             self._abandon_backward()
-        frame: Frame = []
+        frame = Frame(Passage(self) if torch.is_grad_enabled() else None)
         self._frames.append(frame)
-        for unit in units:
-            self._open(unit, frame)
+        for unit, slots in entries:
+            self._open(unit, slots, frame)
+        if frame.units and frame.passage is not None:
+            frame.passage.watch(inputs)
 
-    def _open(self, unit: Unit, frame: Frame) -> None:
+    def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
+        is_nested = unit.scopes > 0 and not unit.is_covered
         unit.scopes += 1
-        frame.append(unit)
+        frame.opened.append(unit)
+        if unit.is_covered and not slots:
+            return  # a module above the holders: kept until this call ends, gathered by whoever uses it
         if not unit.is_gathered:
             self.gather(unit)
+        unit.uncover()
+        (frame.nested if is_nested else frame.units).append(unit)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any, *, needs_params_in_backward: bool = True) -> None:
         """A module's forward ended: watch for its backward, then free what nobody else is inside of."""
         frame = self._frames.pop()
-        if frame and torch.is_grad_enabled():
-            self._guard(frame, output)
-        for unit in frame:
+        if frame.passage is not None and needs_params_in_backward:
+            frame.passage.guard(output, frame.units, frame.nested)
+        is_recomputing = _is_inside_autograd()  # then Units stay: their backward comes next
+        for unit in frame.opened:
             unit.scopes -= 1
-            if not _is_inside_autograd():  # a recomputed forward keeps its Units: their backward comes next
+            unit.cover()
+            if not is_recomputing:
                 self._free(unit)
 
     def gather(self, unit: Unit) -> None:
@@ -114,29 +181,19 @@ class Runtime:
         return self.transport.gather(unit.index, unit.shard, unit.begin_gather())
 
     def _free(self, unit: Unit) -> None:
-        if unit.is_gathered and not unit.is_always_full and unit.scopes == 0 and not unit.is_pinned:
+        is_needed = unit.scopes > 0 or unit.is_pinned or bool(unit.passages)
+        if unit.is_gathered and not unit.is_always_full and not is_needed:
             self.events.emit("free", unit.name)
             unit.free()
 
     # -- backward ---------------------------------------------------------------------------------------------
 
-    def _guard(self, frame: Frame, output: Any) -> None:
-        """Have autograd call back before it runs the backward of anything that used these Units."""
-        tensors = [t for t in tensors_in(output) if t.requires_grad]
-        if not tensors:
-            return
-        units = tuple(frame)
-        versions = tuple(unit.version for unit in units)
-
-        def hook(_: torch.Tensor) -> None:
-            self._before_backward(units, versions)
-
-        for tensor in tensors:
-            tensor.register_hook(hook)
-
-    def _before_backward(self, units: tuple[Unit, ...], versions: tuple[int, ...]) -> None:
+    def before_backward(
+        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage
+    ) -> None:
+        """Autograd is about to run the backward of a forward call that used these Units."""
         self._begin_backward()
-        for unit, version in zip(units, versions, strict=True):
+        for unit, version in (*units, *nested):
             if unit.version != version:
                 raise StaleGraphError(
                     f"backward reached Unit {unit.name!r} on rank {self.world.rank}, whose parameters changed since the "
@@ -145,25 +202,22 @@ class Runtime:
                 )
             if not unit.is_gathered:
                 self.gather(unit)
+            unit.uncover()  # autograd reads parameters below Python: a covered one is usable, but be plain about it
             if torch.is_grad_enabled() and not unit.is_always_full:
                 unit.is_pinned = True  # create_graph: the new graph saves these parameters, and nothing tells when it dies
+        for unit, _ in units:
+            unit.passages.add(passage)
 
-    def watch_inputs(self, units: Sequence[Unit], inputs: Any) -> None:
-        """Free Units without trainable parameters once the gradients of a module's inputs are there."""
-        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
-        missing = len(tensors)
-        if not missing:
-            return
+    def release(self, units: Iterable[Unit], passage: Passage) -> None:
+        """The backward of a forward call is over."""
+        for unit in units:
+            unit.passages.discard(passage)
+            self._free(unit)
 
-        def hook(_: torch.Tensor) -> None:
-            nonlocal missing
-            missing -= 1
-            if missing == 0:
-                for unit in units:
-                    self._free(unit)
-
-        for tensor in tensors:
-            tensor.register_hook(hook)
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of a Unit are there, so every use of it is behind us."""
+        unit.passages.clear()
+        self._free(unit)
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -172,17 +226,11 @@ class Runtime:
             # Runs when autograd has finished this backward, also if it was started by autograd.grad.
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
 
-    def take_grad(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
-        """Autograd has finished one parameter's gradient."""
-        self._begin_backward()
-        grad = take_grad(param)
-        if grad is not None:
-            self.gradients.arrive(unit, slot, grad.detach())
-
     def _after_backward(self) -> None:
         self.gradients.finish()
         self._in_backward = False
         for unit in self.units:
+            unit.passages.clear()
             self._free(unit)
         self.events.emit("backward end")
 
@@ -193,7 +241,7 @@ class Runtime:
         self._frames.clear()
         for unit in self.units:
             unit.scopes = 0
-            unit.take_grads()
+            unit.passages.clear()
             self._free(unit)
 
     # -- step -------------------------------------------------------------------------------------------------
@@ -217,6 +265,7 @@ class Runtime:
             self._skips_step = not self.gradients.is_finite()
             if self._skips_step:
                 self.gradients.clear()
+        self.transport.fence()  # a slower rank may still be gathering the shards that change now
 
     def after_step(self) -> None:
         """Shards are new: round masters into them, and refresh parameters that stay whole."""
@@ -234,15 +283,14 @@ class Runtime:
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Make changed masters visible to every rank's next forward."""
-        tickets = []
         for unit in units:
             unit.is_pinned = False
             unit.publish_master()
             self._free(unit)
-            if self.stage.gathers_after_step:
-                tickets.append(self.transport.gather(unit.index, unit.shard, unit.full))
-        for ticket in tickets:
-            ticket.wait()
+        self.transport.fence()  # every rank's shards are new from here on
+        if self.stage.gathers_after_step:
+            for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in units]:
+                ticket.wait()
         for unit in units:
             unit.changed()
 
@@ -272,17 +320,19 @@ class Runtime:
             unit.scopes += 1
             if not unit.is_gathered:
                 self.gather(unit)
+            unit.uncover()
             versions[unit.index] = [param._version for param in unit.params]
         try:
             yield
         finally:
+            self.transport.fence()  # others may still be gathering
             for unit in units:
-                if unit.is_gathered:
-                    is_changed = unit.store_from_full()
-                    if is_changed or versions[unit.index] != [param._version for param in unit.params]:
-                        unit.changed()
+                is_changed = unit.store_from_full()
+                if is_changed or versions[unit.index] != [param._version for param in unit.params]:
+                    unit.changed()
                 unit.scopes -= 1
                 self._free(unit)
+            self.transport.fence()
 
     def full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         """A whole vector of something kept like the masters (values or gradients), in new memory unless it is whole here."""
@@ -309,9 +359,12 @@ class Runtime:
     def _open_window(self, unit: Unit) -> None:
         unit.scopes += 1
         self.gather(unit)
+        unit.uncover()
 
     def _close_window(self, unit: Unit) -> None:
+        self.transport.fence()
         unit.store_from_full()
+        self.transport.fence()
         unit.scopes -= 1
         self._free(unit)
 
@@ -324,7 +377,7 @@ class Runtime:
             return True
         if not self._frames or unit.state is UnitState.GATHERING:
             return False
-        self._open(unit, self._frames[-1])
+        self._open(unit, range(len(unit.params)), self._frames[-1])
         return True
 
     def remedy(self) -> str:
@@ -365,16 +418,6 @@ class Runtime:
         for piece in unit.pieces:
             if piece.piece.slot_index == slot:
                 piece.master.grad = None
-
-
-class _GradHook:
-    """What autograd calls when one parameter's gradient is complete. A copied model gets none."""
-
-    def __init__(self, runtime: Runtime, unit: Unit, slot: int) -> None:
-        self._runtime, self._unit, self._slot = runtime, unit, slot
-
-    def __call__(self, param: nn.Parameter) -> None:
-        self._runtime.take_grad(self._unit, self._slot, param)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -17,7 +17,6 @@ from shardwise.partition.lifecycle import (
     UnitState,
     peek_grad,
     put_grad,
-    take_grad,
 )
 from shardwise.partition.unit import Span, Unit, UnitDtypes, UpdatePiece, flat_values
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
@@ -44,5 +43,4 @@ __all__ = [
     "peek_grad",
     "put_grad",
     "storage_stride",
-    "take_grad",
 ]

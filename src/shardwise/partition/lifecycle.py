@@ -70,13 +70,6 @@ class Handle(NamedTuple):
 _raw_grad: Any = torch.Tensor.grad  # the C-level property, below the one defined here
 
 
-def take_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Remove and return the gradient autograd left on `param`."""
-    grad: torch.Tensor | None = _raw_grad.__get__(param)
-    _raw_grad.__set__(param, None)
-    return grad
-
-
 def put_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     """Set autograd's own gradient slot."""
     _raw_grad.__set__(param, grad)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardwise.partition.layout import Layout, Piece
-from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, put_grad, take_grad
-from shardwise.tiers import FullBuffer, Kind, Ledger, Tier, make_full_buffer
+from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, put_grad
+from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, Tier, make_full_buffer
 
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
@@ -82,6 +82,12 @@ class Unit:
         self.version = 0  # counts changes of the parameters, so that a graph can tell it is out of date
         self.scopes = 0  # forward calls now inside this Unit
         self.is_pinned = False  # kept gathered until the next optimizer step
+        self.passages: set[object] = set()  # backward passages that need this Unit gathered
+        # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
+        # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
+        self.is_covered = not is_always_full and len(params) == 1 and all(
+            p is not params[0] for p in module._parameters.values()
+        )
         self.grad: torch.Tensor | None = None
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
@@ -110,19 +116,26 @@ class Unit:
         """Whether the shard is this rank's slice of the full vector itself, so that it costs no bytes of its own."""
         return self.is_always_full and self.dtypes.stored == self.dtypes.compute
 
-    def allocate(self, shard_memory: torch.Tensor | None) -> None:
+    @property
+    def reserved_numel(self) -> int:
+        """Length of the vector this Unit wants from the transport: the full one if the shard is a slice of it."""
+        return self.layout.numel if self.holds_alias else self.layout.shard_numel
+
+    def allocate(self, memory: torch.Tensor) -> None:
         """Take memory for shard, masters and (if it never goes away) the full vector.
 
-        `shard_memory` is where the transport wants the shard to live; None when the shard is a slice of the full.
+        `memory` has `reserved_numel` elements of the stored dtype, where the transport wants them.
         """
-        if self.is_always_full:
-            self._claim_full()
-        if shard_memory is None:
+        self._ledger.take(self._tier, Kind.PARAM, memory.numel() * memory.element_size())
+        if self.holds_alias:
+            self._full = FixedBuffer(memory)
             start = self.rank * self.layout.shard_numel
-            self.shard = self.full[start : start + self.layout.shard_numel]
+            self.shard = memory[start : start + self.layout.shard_numel]
         else:
-            self.shard = shard_memory
-            self._ledger.take(self._tier, Kind.PARAM, shard_memory.numel() * shard_memory.element_size())
+            self.shard = memory
+            if self.is_always_full:
+                self._full = FixedBuffer(torch.zeros(self.layout.numel, dtype=self.dtypes.compute, device=self.device))
+                self._ledger.take(self._tier, Kind.PARAM, self._full.num_bytes)
         self.master = self._master_memory() if self.is_trainable else self.shard
         self._blanks = [self._blank_for(slot.shape) for slot in self.layout.slots]
 
@@ -141,13 +154,6 @@ class Unit:
         """An empty tensor with the gathered parameter's strides, for questions about geometry."""
         slot = self.layout.slots[index]
         return torch.empty_strided(slot.shape, slot.stride, device="meta")
-
-    def _claim_full(self) -> None:
-        full = self.full  # creates the buffer on first use
-        assert self._full is not None
-        self._full.claim()
-        kind = Kind.PARAM if self.is_always_full else Kind.BUFFER
-        self._ledger.take(self._tier, kind, full.numel() * full.element_size())
 
     def grad_memory(self) -> torch.Tensor:
         """The reduced gradient of this rank's span, taken on first use and kept."""
@@ -229,26 +235,40 @@ class Unit:
     def begin_gather(self) -> torch.Tensor:
         """Claim the full vector for filling and return it."""
         check_move(self.name, self.state, UnitState.GATHERING)
-        if not self.is_always_full:
-            self._claim_full()
+        full = self.full  # creates the buffer on first use
+        assert self._full is not None
+        self._full.claim()
+        self._ledger.take(self._tier, Kind.BUFFER, self._full.num_bytes)
         self.state = UnitState.GATHERING
-        return self.full
+        return full
 
     def expose(self) -> None:
         """The full vector is filled: point the module's parameters at it."""
         check_move(self.name, self.state, UnitState.GATHERED)
         if self._views is None:
             full = self.full
-            self._views = [torch.as_strided(full, s.shape, s.stride, s.offset) for s in self.layout.slots]
+            base = full.storage_offset()
+            self._views = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
         for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
             param.__class__ = gathered  # first: a FreedParameter refuses to have its data set
             param.data = view
         self.state = UnitState.GATHERED
 
+    def uncover(self) -> None:
+        """Let a covered parameter be used by the call that runs now."""
+        if self.is_covered and self.state is UnitState.GATHERED:
+            self.params[0].__class__ = self._classes[0][0]
+
+    def cover(self) -> None:
+        """Have the next touch of a covered parameter noticed."""
+        if self.is_covered and self.state is UnitState.GATHERED:
+            self.params[0].__class__ = self._classes[0][1]
+
     def free(self) -> None:
         """Parameters become placeholders and the full vector's memory is given back."""
         check_move(self.name, self.state, UnitState.SHARDED)
-        for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+        for param, blank, (gathered, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+            param.__class__ = gathered  # it may be covered
             param.data = blank
             param.__class__ = freed
         self.state = UnitState.SHARDED
@@ -272,11 +292,6 @@ class Unit:
         if self._views is None or self.state is not UnitState.GATHERED:
             return True
         return all(p.data_ptr() == v.data_ptr() for p, v in zip(self.params, self._views, strict=True))
-
-    def take_grads(self) -> None:
-        """Drop gradients autograd left on the parameters (after an exception in the middle of a backward)."""
-        for param in self.params:
-            take_grad(param)
 
 
 def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

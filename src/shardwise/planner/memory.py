@@ -21,6 +21,8 @@ class UnitSize:
     compute_itemsize: int
     master_itemsize: int
     is_trainable: bool = True
+    shared_numel: int = 0
+    """Elements of the largest parameter that several modules use: autograd adds up its gradients whole."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ def plan_memory(
     """Bytes per rank for a stage.
 
     Parameters are whole below stage 3. Masters cost bytes only where they are not the stored parameters themselves.
-    Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on.
+    Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on,
+    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum.
     """
     trainable = [u for u in units if u.is_trainable]
     span = {id(u): u.full_numel if stage == 0 else u.shard_numel for u in trainable}
@@ -70,6 +73,7 @@ def plan_memory(
     master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, stage))
     local = [u.full_numel * u.compute_itemsize for u in trainable]
     on_the_way = sum(local) if stage < 2 else _largest_run(local, reductions_in_flight)
+    on_the_way += 2 * max((u.shared_numel * u.compute_itemsize for u in trainable), default=0)
     return MemoryPlan(
         param=param,
         master=master,

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from shardwise.errors import LifecycleError
+
 HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -59,6 +61,20 @@ class MappedBuffer(FullBuffer):
     def discard(self) -> None:
         """Drop the pages; private anonymous memory, so the next read sees zeros."""
         self._map.madvise(mmap.MADV_DONTNEED, self._start, self._length)
+
+
+class FixedBuffer(FullBuffer):
+    """Memory that is there for life: the full vector of a Unit whose parameters are always whole."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def claim(self) -> None:
+        """It is always usable."""
+
+    def discard(self) -> None:
+        """It never goes away."""
+        raise LifecycleError("a full vector that is kept for life was discarded: a broken invariant.")
 
 
 class ResizedBuffer(FullBuffer):

@@ -1,0 +1,216 @@
+"""Step time and peak memory per rank of several training systems, in one interleaved run.
+
+    python benchmarks/compare.py [--rounds 3] [--steps 4] [--batch 1] [--only DDP --only 'shardwise stage 3']
+
+Every round starts every system anew in its own processes, one after the other, so that slow moments of the machine fall
+on all of them. Times are medians over all steps of all rounds; memory is the peak of private pages plus the
+proportional share of shared ones, page cache excluded, sampled in steps that are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SHAPES = {
+    "gpt2-124m": dict(vocabulary=50257, context=1024, layers=12, heads=12, hidden=768),
+    "wide": dict(vocabulary=4096, context=1024, layers=2, heads=16, hidden=2048),
+    "small-blocks": dict(vocabulary=256, context=128, layers=200, heads=2, hidden=64),
+    "tiny": dict(vocabulary=512, context=128, layers=4, heads=4, hidden=128),
+}
+
+
+def main() -> None:
+    args = parse()
+    if args.worker:
+        work(args)
+        return
+    sys.path.insert(0, str(HERE))
+    from systems import SYSTEMS
+
+    names = args.only or list(SYSTEMS)
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        sys.exit(f"unknown systems {unknown}; choose from {list(SYSTEMS)}")
+    results: dict[str, list[dict]] = {name: [] for name in names}
+    for number in range(args.rounds):
+        for name in names:
+            results[name].append(launch(name, args))
+            done = results[name][-1]
+            print(
+                f"round {number + 1} {name}: {statistics.median(done['wall_s']):.2f} s, {done['peak_bytes'] / 1e9:.2f} GB",
+                file=sys.stderr,
+            )
+    print_table(names, results, args)
+
+
+def launch(name: str, args: argparse.Namespace) -> dict:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        processes = []
+        for rank in range(args.ranks):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(args.ranks),
+                "LOCAL_WORLD_SIZE": str(args.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // args.ranks, 1)),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "CCL_LOG_LEVEL": "error",
+            }
+            out = Path(directory) / f"rank-{rank}.json"
+            command = [sys.executable, __file__, "--worker", name, "--out", str(out), *passed_on(args)]
+            log = open(Path(directory) / f"rank-{rank}.log", "w")
+            processes.append((subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT), out, log))
+        deadline = time.monotonic() + args.timeout_s
+        try:
+            for process, _, _ in processes:
+                process.wait(timeout=max(deadline - time.monotonic(), 1))
+        finally:
+            for process, _, log in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                log.close()
+        found = []
+        for process, out, log in processes:
+            if not out.exists():
+                sys.exit(f"{name} failed (exit {process.returncode}):\n{Path(log.name).read_text()[-4000:]}")
+            found.append(json.loads(out.read_text()))
+    return {
+        "wall_s": [max(times) for times in zip(*(f["wall_s"] for f in found), strict=True)],
+        "cpu_s": [sum(times) / args.ranks for times in zip(*(f["cpu_s"] for f in found), strict=True)],
+        "peak_bytes": max(f["peak_bytes"] for f in found),
+        "base_bytes": max(f["base_bytes"] for f in found),
+        "formula_bytes": max(f["formula_bytes"] for f in found),
+        "loss": found[0]["loss"],
+    }
+
+
+def passed_on(args: argparse.Namespace) -> list[str]:
+    return [
+        f"--steps={args.steps}",
+        f"--batch={args.batch}",
+        f"--sequence={args.sequence}",
+        f"--shape={args.shape}",
+    ]
+
+
+def work(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(HERE))
+    import torch
+    from systems import SYSTEMS, start_group
+
+    from shardwise.observe import MemorySampler, process_memory
+    from shardwise.planner import gpt_activation_bytes
+    from shardwise.testing.models import GPT, GPTConfig
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    start_group(args.worker)
+    torch.manual_seed(0)
+    base = process_memory().total
+    shape = SHAPES[args.shape]
+    model = GPT(GPTConfig(**shape))
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    tokens = torch.randint(0, shape["vocabulary"], (args.batch, args.sequence + 1), generator=generator)
+    step = SYSTEMS[args.worker](model, lambda m: m(tokens[:, :-1], tokens[:, 1:]))
+    del model
+    wall, cpu = [], []
+    for number in range(args.steps + 1):
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        loss = step()
+        if number:  # the first step allocates
+            wall.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - begin_cpu)
+    with MemorySampler() as memory:
+        for _ in range(2):
+            step()
+    run = getattr(step, "run", None)
+    formula = 0
+    if run is not None:
+        activations = gpt_activation_bytes(
+            layers=shape["layers"],
+            hidden=shape["hidden"],
+            heads=shape["heads"],
+            sequence=args.sequence,
+            batch=args.batch,
+            vocabulary=shape["vocabulary"],
+        )
+        formula = run.predicted_memory(activation_bytes=activations).total
+    Path(args.out).write_text(
+        json.dumps(
+            dict(
+                wall_s=wall,
+                cpu_s=cpu,
+                peak_bytes=memory.peak_bytes,
+                base_bytes=base,
+                formula_bytes=formula,
+                loss=loss,
+            )
+        )
+    )
+    os._exit(0)  # some systems hang in their own clean-up
+
+
+def print_table(names: list[str], results: dict[str, list[dict]], args: argparse.Namespace) -> None:
+    medians = {
+        name: {
+            "wall": statistics.median(t for r in results[name] for t in r["wall_s"]),
+            "cpu": statistics.median(t for r in results[name] for t in r["cpu_s"]),
+            "peak": statistics.median(r["peak_bytes"] for r in results[name]),
+            "base": statistics.median(r["base_bytes"] for r in results[name]),
+            "formula": results[name][0]["formula_bytes"],
+        }
+        for name in names
+    }
+    print(
+        f"{args.shape}, fp32, {args.ranks} ranks, sequence {args.sequence}, batch {args.batch}; "
+        f"medians of {args.rounds} rounds x {args.steps} steps\n"
+    )
+    print("| system | step (s) | CPU (s) | x DDP time | x FSDP2 time | peak (GB) | x DDP peak | formula + base (GB) | peak / that |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name in names:
+        m = medians[name]
+
+        def ratio(key: str, other: str, name: str = name) -> str:
+            return f"{medians[name][key] / medians[other][key]:.2f}" if other in medians else "-"
+
+        expected = m["formula"] + m["base"]
+        formula = f"{expected / 1e9:.2f} | {m['peak'] / expected:.2f}" if m["formula"] else "- | -"
+        print(
+            f"| {name} | {m['wall']:.2f} | {m['cpu']:.2f} | {ratio('wall', 'DDP')} | {ratio('wall', 'FSDP2')} | "
+            f"{m['peak'] / 1e9:.2f} | {ratio('peak', 'DDP')} | {formula} |"
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--shape", choices=SHAPES, default="gpt2-124m")
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--timeout-s", type=float, default=600)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
