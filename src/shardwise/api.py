@@ -190,7 +190,7 @@ class Run:
         return {name: found[name] for name in dict.fromkeys(order) if name in found}
 
     def grad(self, name: str) -> torch.Tensor | None:
-        """The full reduced gradient of a parameter, or None if nothing used it. All ranks must call."""
+        """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
         unit, slot = self._place(name)
         if not unit.is_trainable or unit.grad is None:
             return None
@@ -377,10 +377,14 @@ class Run:
                 if name in params:
                     params[name].data = params[name].data.to(value.dtype)
                     params[name].copy_(value)
-        names = {id(p.master): n for n, (unit, slot) in self._places.items() for p in unit.pieces if p.piece.slot_index == slot}
+        names = {
+            id(update.master): unit.layout.slots[update.piece.slot_index].name
+            for unit in self._runtime.units
+            for update in unit.pieces
+        }
         groups: list[list[nn.Parameter]] = []
         for number in range(len(self._optimizer.param_groups)):
-            groups.append([params[n] for n in self._group_names(number, names) if n in params])
+            groups.append([params[name] for name in self._group_names(number, names)])
         return replica, clone_optimizer(self._optimizer, groups)
 
     def _group_names(self, number: int, names: dict[int, str]) -> list[str]:

@@ -28,12 +28,13 @@ class _ExchangeSet:
     def __init__(self, world: World, numel: int, wire: torch.dtype) -> None:
         self.send = {peer: torch.empty(numel, dtype=wire) for peer in world.peers()}
         self.receive = {peer: torch.empty(numel, dtype=wire) for peer in world.peers()}
-        self.own = torch.empty(numel, dtype=sum_dtype(wire))
+        self.own = torch.empty(numel, dtype=wire)
+        self.total = torch.empty(numel, dtype=sum_dtype(wire))
         self.works: list[Any] = []
 
     @property
     def num_bytes(self) -> int:
-        tensors = [*self.send.values(), *self.receive.values(), self.own]
+        tensors = [*self.send.values(), *self.receive.values(), self.own, self.total]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -118,15 +119,11 @@ class PairwiseTransport(Transport):
     def _land(self, buffers: _ExchangeSet, start: int, numel: int, sink: Sink) -> None:
         pause("reduce.land")
         _wait(buffers.works, "reduce")
-        own = buffers.own[:numel]
-        if self.world.rank > 0:  # rank order: the lower ranks' contributions come before this one's
-            below = buffers.receive[0][:numel].to(own.dtype)
-            for peer in range(1, self.world.rank):
-                below = below + buffers.receive[peer][:numel]
-            own = torch.add(below, own, out=own)
-        for peer in range(self.world.rank + 1, self.world.world_size):
-            own.add_(buffers.receive[peer][:numel])
-        sink(start, own)
+        parts = {**buffers.receive, self.world.rank: buffers.own}
+        total = buffers.total[:numel].copy_(parts[0][:numel])
+        for rank in range(1, self.world.world_size):  # rank order, whoever sums
+            total.add_(parts[rank][:numel])
+        sink(start, total)
 
     def _exchange_sets(self, wire: torch.dtype) -> tuple[_ExchangeSet, _ExchangeSet]:
         if wire not in self._sets:
@@ -135,7 +132,7 @@ class PairwiseTransport(Transport):
         return self._sets[wire]
 
     def _per_element_bytes(self, wire: torch.dtype) -> int:
-        return 2 * (2 * (self.world.world_size - 1) * wire.itemsize + sum_dtype(wire).itemsize)
+        return 2 * ((2 * self.world.world_size - 1) * wire.itemsize + sum_dtype(wire).itemsize)
 
     def _chunk(self, wire: torch.dtype) -> int:
         numel = min(self._limit_bytes // self._per_element_bytes(wire), self._largest_shard_numel)

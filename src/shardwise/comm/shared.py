@@ -107,15 +107,18 @@ class SharedTransport(Transport):
     ) -> None:
         pause("reduce.land")
         rank, size = self.world.rank, self.world.world_size
+        own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
         own_start = rank * shard_numel + start
         if rank == 0 or size == 2:  # with two ranks a + b is b + a: no need to wait before adding one's own
-            source(own_start, total)
+            source(own_start, own)
+            if own is not total:
+                total.copy_(own)
             others = [r for r in range(size) if r != rank]
         else:
             self._mail.read(0, tag, total.numel(), wire, total.copy_)
             for peer in range(1, rank):
                 self._mail.read(peer, tag, total.numel(), wire, total.add_)
-            own = self._scratch_for(total.dtype, 1)[: total.numel()]
+            own = self._scratch_for(wire, 1)[: total.numel()]
             source(own_start, own)
             total.add_(own)
             others = list(range(rank + 1, size))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import OptimizerError
-from shardwise.optim.elementwise import check_elementwise
+from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
 from shardwise.partition import ParamInfo, Piece, Unit, UpdatePiece
 
 
@@ -28,7 +28,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]
                     f"{type(optimizer).__name__} was built on other parameters: group {number}, parameter {position} (shape "
                     f"{list(param.shape)}) is not in the model. Build it with model.parameters() of this model."
                 )
-    if optimizer.state:
+    if has_stepped(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameters: it has stepped, or loaded "
             "a checkpoint, before sharding. Call sw.shard() before the first step."
@@ -63,6 +63,10 @@ def adopt_optimizer(
     for unit in units:
         for update in unit.pieces:
             pieces.setdefault(id(unit.params[update.piece.slot_index]), []).append(update.master)
+    for param, state in list(optimizer.state.items()):
+        del optimizer.state[param]
+        for piece in pieces.get(id(param), []):
+            optimizer.state[piece] = fresh_state(param, state, piece)
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
 

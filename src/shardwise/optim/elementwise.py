@@ -39,11 +39,35 @@ def clone_optimizer(
         if name.startswith("_optimizer_"):
             setattr(clone, name, type(vars(optimizer)[name])())
     clone.state = defaultdict(dict)
+    # Some optimizers make their states when they are built; those of a stepped one are not fresh any more, but
+    # Adagrad's, the only one of torch's that does this, are known from its hyperparameters.
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        for param in params:
+            if optimizer.state and not has_stepped(optimizer):
+                clone.state[param] = fresh_state(*next(iter(optimizer.state.items())), param)
+            elif isinstance(optimizer, torch.optim.Adagrad):
+                sums = torch.full_like(param, group["initial_accumulator_value"])
+                clone.state[param] = {"step": torch.zeros(()), "sum": sums}
     clone.param_groups = [
         {**{k: _copied(v) for k, v in group.items() if k != "params"}, "params": params}
         for group, params in zip(optimizer.param_groups, groups, strict=True)
     ]
     return clone
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any state is more than what some optimizers make when they are built (a step count of zero beside it)."""
+    return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
+
+
+def fresh_state(param: torch.Tensor, state: dict[str, Any], new: torch.Tensor) -> dict[str, Any]:
+    """The state an optimizer that has not stepped would have for another parameter."""
+    return {
+        key: torch.full_like(new, float(value.flatten()[0]))
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.numel()
+        else _copied(value)
+        for key, value in state.items()
+    }
 
 
 def _copied(value: Any) -> Any:

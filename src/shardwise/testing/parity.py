@@ -91,7 +91,10 @@ class PlainTrainer:
         swap: dict[int, nn.Parameter] = {}
         for name, param in model.named_parameters():
             rounds = self._stored is not None and self._stored != param.dtype
-            swap[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad) if rounds else param
+            if rounds and not param.requires_grad:  # a frozen parameter has no master: the stored value is all there is
+                param.data.copy_(param.data.to(self._stored))
+                rounds = False
+            swap[id(param)] = nn.Parameter(param.detach().clone()) if rounds else param
             self.masters[name] = swap[id(param)]
         for group in optimizer.param_groups:
             group["params"] = [swap[id(p)] for p in group["params"]]
@@ -144,8 +147,11 @@ class PlainTrainer:
         for name, grad in self._held.items():
             self.masters[name].grad = grad
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._held.clear()
+        updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, master in self.masters.items():
+            master.grad = None
+            if id(master) in updated:  # optimizer.zero_grad() clears what it knows; the rest accumulates on
+                self._held.pop(name, None)
         self._round()
 
 
@@ -191,7 +197,7 @@ def compare_with_plain(
             run.clip_grad_norm_(max_norm)
         if max_norm is None:  # clipped gradients are compared through the values they lead to
             for name, param in plain.named_parameters():
-                if param.requires_grad:
+                if param.requires_grad and param.numel():
                     comparison.add_grad(name, step, run.grad(name), reference.gradient(name))
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,6 @@
+"""`python -m shardwise.cli` is the console script `shardwise`."""
+
+from shardwise.cli import main
+
+if __name__ == "__main__":  # ranks are spawned: each imports this file again, under another name
+    main()

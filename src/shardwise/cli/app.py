@@ -1,0 +1,85 @@
+"""The commands: their options, and how their errors end the process.
+
+One function per command. It turns arguments into a frozen description of the job and hands it on; no training here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.train import SHAPES, Job, train
+from shardwise.config import TRANSPORTS
+from shardwise.errors import ShardwiseError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def shardwise() -> None:
+    """shardwise: the ZeRO family on plain PyTorch."""
+
+
+@app.command("train")
+def train_command(
+    size: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "small",
+    stage: Annotated[
+        int,
+        typer.Option(
+            help="0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters.", show_default=True
+        ),
+    ] = 3,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (with loss scaling).")] = "fp32",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,
+    batch: Annotated[int, typer.Option(help="Sequences per rank and backward pass.")] = 8,
+    sequence: Annotated[int, typer.Option(help="Bytes per sequence; at most the model's context.")] = 128,
+    accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
+    lr: Annotated[float, typer.Option(help="Peak learning rate: linear warm-up, then cosine decay.")] = 1e-3,
+    clip: Annotated[float | None, typer.Option(help="Largest global gradient norm.", show_default="no clipping")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the parameters and of the batches.")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to start on this host.", show_default="2; under torchrun, its own")
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file, or a directory of them; may be repeated.", show_default="Python's standard library"),
+    ] = None,
+    transport: Annotated[str, typer.Option(help=f"How ranks combine: {', '.join(TRANSPORTS)}.")] = "auto",
+    plain_log: Annotated[
+        bool, typer.Option("--plain-log", help="A line every 10 steps, no progress bar; also when not on a terminal.")
+    ] = False,
+) -> None:
+    """Train a byte-level GPT on text, on the CPU, and compare the memory it took with the formula."""
+    with _errors_in_one_line("train"):
+        job = Job(
+            size=size,
+            stage=stage,
+            precision=precision,
+            steps=steps,
+            batch=batch,
+            sequence=sequence,
+            accumulate=accumulate,
+            lr=lr,
+            clip=clip,
+            seed=seed,
+            ranks=ranks,
+            data=tuple(data or ()),
+            transport=transport,
+            plain_log=plain_log,
+        )
+        train(job)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(command: str) -> Iterator[None]:
+    """Exit code 2 for a bad value, 1 for work that failed; anything unforeseen keeps its traceback."""
+    try:
+        yield
+    except ShardwiseError as error:
+        typer.echo(f"shardwise {command}: {error}", err=True)
+        is_bad_value = isinstance(error, ValueError)
+        raise typer.Exit(2 if is_bad_value else 1) from None

@@ -1,0 +1,128 @@
+"""The models of the parity tests, each with the batch a rank sees at a micro-step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import ParityReport, compare_with_plain
+from shardwise.testing.models import GPT, Branchy, ConvNet, FrozenBase, GPTConfig, LSTMModel, UnevenMLP
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def generator(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(7919 * number + rank())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int], torch.Tensor]
+
+
+def _gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=67, context=16, layers=3, heads=2, hidden=24))
+
+
+def _tokens(vocabulary: int, length: int, number: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (2, length), generator=generator(number))
+
+
+def _gpt_loss(model: nn.Module, number: int) -> torch.Tensor:
+    tokens = _tokens(67, 10, number)
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+def _conv_loss(model: nn.Module, number: int) -> torch.Tensor:
+    g = generator(number)
+    return model(torch.randn(3, 3, 6, 6, generator=g), torch.randint(0, 5, (3,), generator=g))
+
+
+CASES = {
+    "gpt": Case(_gpt, _gpt_loss),
+    "mlp": Case(UnevenMLP, lambda m, k: m(torch.randn(4, 13, generator=generator(k)))),
+    "conv": Case(ConvNet, _conv_loss),
+    "lstm": Case(LSTMModel, lambda m, k: m(_tokens(50, 7, k))),
+    "frozen": Case(FrozenBase, lambda m, k: m(torch.randn(5, 19, generator=generator(k)))),
+    "branchy": Case(Branchy, lambda m, k: m(torch.randn(4, 11, generator=generator(k)), None if k % 3 == 0 else k % 2)),
+    "branchy-by-rank": Case(
+        Branchy, lambda m, k: m(torch.randn(4, 11, generator=generator(k)), None if (k + rank()) % 3 == 0 else rank() % 3)
+    ),
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "lion": lambda p: Lion(p, lr=1e-3),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """A custom element-wise optimizer: the sign of an interpolated momentum."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(torch.sign(b1 * m + (1 - b1) * p.grad), alpha=-group["lr"])
+                m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:
+    """A sharded model and its plain replica: (run, model, optimizer, plain, plain optimizer)."""
+    torch.manual_seed(seed)
+    model = CASES[name].build()
+    plain = copy.deepcopy(model)
+    if optimizer == "groups":
+        opts = [_grouped(m) for m in (model, plain)]
+    else:
+        opts = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, plain)]
+    run = sw.shard(model, opts[0], **options)
+    return run, model, opts[0], plain, opts[1]
+
+
+def _grouped(model: nn.Module) -> torch.optim.Optimizer:
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(decay, lr=1e-2, weight_decay=0.1)
+    optimizer.add_param_group({"params": rest, "weight_decay": 0.0, "lr": 3e-3})
+    return optimizer
+
+
+def parity(
+    name: str,
+    *,
+    optimizer: str = "adamw",
+    steps: int = 10,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    **options: Any,
+) -> ParityReport:
+    """Runs on a rank: train the case both ways and compare."""
+    run, model, opt, plain, plain_opt = build(name, optimizer, **options)
+    report = compare_with_plain(
+        run, model, opt, plain, plain_opt, CASES[name].loss, steps=steps, accumulate=accumulate, max_norm=max_norm
+    )
+    run.close()
+    return report
