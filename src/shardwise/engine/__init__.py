@@ -1,4 +1,4 @@
-"""One training step.
+"""How does one training step go?
 
 Public names: `Runtime` (the step itself: start reading in `runtime.py`), `STAGES`, `Stage`, `Held` (the ZeRO table),
 `attach`, `detach_copy` (hooks), `Gradients`, `constructing`, `Construction`, `resolve_dtypes`, `emulates_16_bit`, `digest`, `Window`.

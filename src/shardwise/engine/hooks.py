@@ -110,9 +110,10 @@ class _ScaleGradient(torch.autograd.Function):
 def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str]) -> None:
     """Register every hook; called once, after the Units have adopted the parameters."""
     entries = _entries(model, units)
+    for unit in units:
+        unit.is_lookup = all(_is_lookup(m) for m, opened in entries.items() if any(u is unit for u, _ in opened))
     for module, its_entries in entries.items():
-        is_lookup = type(module) is nn.Embedding and module.max_norm is None
-        leave = _LeaveLookup(runtime) if is_lookup else _Leave(runtime)
+        leave = _LeaveLookup(runtime) if _is_lookup(module) else _Leave(runtime)
         module.register_forward_pre_hook(_Enter(runtime, its_entries), prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
     dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}
@@ -125,6 +126,10 @@ def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: S
     model.zero_grad = _make_zero_grad(runtime)  # type: ignore[method-assign]
     model.register_load_state_dict_pre_hook(_BeginLoading(runtime))
     model.register_load_state_dict_post_hook(_EndLoading(runtime))
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:

@@ -21,10 +21,17 @@ from shardwise.comm import Transport, World
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
-from shardwise.errors import FreedParameterError, ModelError, NonFiniteGradientError, ShardwiseError, StaleGraphError
+from shardwise.errors import (
+    FreedParameterError,
+    ModelError,
+    NonFiniteGradientError,
+    ShardwiseError,
+    StaleGraphError,
+    UnannouncedBackwardError,
+)
 from shardwise.observe import EventLog, pause
 from shardwise.optim.scaler import LossScaler
-from shardwise.partition import Handle, Unit, UnitState, peek_grad, put_grad
+from shardwise.partition import Handle, Unit, UnitState
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger
 
@@ -126,6 +133,7 @@ class Runtime:
         def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
             self._begin_backward()
             if grads[0] is not None:
+                self._check_opened(unit, slot)
                 self.gradients.arrive(unit, slot, grads[0].detach())
             return (None,)
 
@@ -165,7 +173,9 @@ class Runtime:
         for unit in frame.opened:
             unit.scopes -= 1
             unit.cover()
-            if not is_recomputing:
+            if is_recomputing:
+                unit.was_opened = True
+            else:
                 self._free(unit)
 
     def gather(self, unit: Unit) -> None:
@@ -188,6 +198,15 @@ class Runtime:
 
     # -- backward ---------------------------------------------------------------------------------------------
 
+    def _check_opened(self, unit: Unit, slot: int) -> None:
+        """A gradient of a Unit that no output announced was computed from placeholders."""
+        if not (unit.is_always_full or unit.was_opened or unit.is_lookup):
+            raise UnannouncedBackwardError(
+                f"backward reached parameter {unit.layout.slots[slot].name!r} of Unit {unit.name!r} (rank {self.world.rank}), but "
+                f"the outputs of {type(unit.module).__name__}.forward are not part of this loss, so its parameters were not in "
+                "memory. The loss uses a tensor that a forward pass left on the side: return it from forward instead."
+            )
+
     def before_backward(
         self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage
     ) -> None:
@@ -202,7 +221,7 @@ class Runtime:
                 )
             if not unit.is_gathered:
                 self.gather(unit)
-            unit.uncover()  # autograd reads parameters below Python: a covered one is usable, but be plain about it
+            unit.was_opened = True
             if torch.is_grad_enabled() and not unit.is_always_full:
                 unit.is_pinned = True  # create_graph: the new graph saves these parameters, and nothing tells when it dies
         for unit, _ in units:
@@ -231,6 +250,7 @@ class Runtime:
         self._in_backward = False
         for unit in self.units:
             unit.passages.clear()
+            unit.was_opened = False
             self._free(unit)
         self.events.emit("backward end")
 
@@ -241,6 +261,7 @@ class Runtime:
         self._frames.clear()
         for unit in self.units:
             unit.scopes = 0
+            unit.was_opened = False
             unit.passages.clear()
             self._free(unit)
 
@@ -316,6 +337,7 @@ class Runtime:
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep Units gathered; on leaving, write in-place changes back to the shards."""
         versions = {}
+        self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
         for unit in units:
             unit.scopes += 1
             if not unit.is_gathered:
@@ -344,6 +366,7 @@ class Runtime:
 
     def begin_loading(self) -> None:
         """A state dict is about to be copied in: from here on every touch gathers its Unit."""
+        self.transport.fence()
         self._loading = Window(self._open_window, self._close_window)
 
     def end_loading(self) -> None:
@@ -355,6 +378,7 @@ class Runtime:
             if unit.is_always_full:
                 unit.store_from_full()
             unit.changed()
+        self.transport.fence()
 
     def _open_window(self, unit: Unit) -> None:
         unit.scopes += 1
@@ -388,11 +412,8 @@ class Runtime:
         )
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
-        """`parameter.grad`: autograd's own while there is one, an error when the gradient is in the shards."""
+        """`parameter.grad`: None before a backward, the gradient at stage 0, else an error: it is in the shards."""
         unit, slot = handle
-        local = peek_grad(unit.params[slot])
-        if local is not None:
-            return local
         pieces = [p for p in unit.pieces if p.piece.slot_index == slot and p.master.grad is not None]
         if not pieces:
             return None
@@ -414,7 +435,6 @@ class Runtime:
                 f"setting .grad of parameter {unit.layout.slots[slot].name!r}: gradients live in shards and come from "
                 "backward() only; None clears them."
             )
-        put_grad(unit.params[slot], None)
         for piece in unit.pieces:
             if piece.piece.slot_index == slot:
                 piece.master.grad = None

@@ -15,8 +15,6 @@ from shardwise.partition.lifecycle import (
     Owner,
     ShardedParameter,
     UnitState,
-    peek_grad,
-    put_grad,
 )
 from shardwise.partition.unit import Span, Unit, UnitDtypes, UpdatePiece, flat_values
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
@@ -40,7 +38,5 @@ __all__ = [
     "flat_values",
     "list_params",
     "make_layout",
-    "peek_grad",
-    "put_grad",
     "storage_stride",
 ]

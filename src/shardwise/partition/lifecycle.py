@@ -67,20 +67,6 @@ class Handle(NamedTuple):
     index: int
 
 
-_raw_grad: Any = torch.Tensor.grad  # the C-level property, below the one defined here
-
-
-def put_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set autograd's own gradient slot."""
-    _raw_grad.__set__(param, grad)
-
-
-def peek_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Read autograd's own gradient slot."""
-    grad: torch.Tensor | None = _raw_grad.__get__(param)
-    return grad
-
-
 class ShardedParameter(nn.Parameter):
     """A parameter of a gathered Unit: an ordinary parameter whose gradient lives in shards."""
 
@@ -88,7 +74,7 @@ class ShardedParameter(nn.Parameter):
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
-        """The local gradient if there is one; an error naming the remedy if it is in the shards."""
+        """None, or an error naming the remedy if the gradient is in the shards (stage 0: the gradient)."""
         return self._shardwise.unit.owner.local_grad(self._shardwise)
 
     @grad.setter

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.partition.layout import Layout, Piece
-from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, put_grad
+from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes
 from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, Tier, make_full_buffer
 
 
@@ -83,6 +83,8 @@ class Unit:
         self.scopes = 0  # forward calls now inside this Unit
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
+        self.was_opened = False  # some passage has gathered this Unit in the backward that runs now
+        self.is_lookup = False  # only embedding look-ups use it: their backward does not read it
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
         self.is_covered = not is_always_full and len(params) == 1 and all(
@@ -279,7 +281,7 @@ class Unit:
     def adopt(self) -> None:
         """Make the module's own parameters this Unit's: from here on they are placeholders or views."""
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
-            put_grad(param, None)
+            param.grad = None
             param.data = self._blanks[index]
             param._shardwise = Handle(self, index)  # type: ignore[attr-defined]
             param.__class__ = freed

@@ -1,0 +1,232 @@
+"""The command line: real launches with two ranks, the default corpus, and every mistake answered in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
+from shardwise.cli.train import Job, loss_verdict, lr_factor, work
+from shardwise.errors import ConfigError
+
+TIMEOUT_S = 120
+KINDS = ("param", "grad", "master", "moment", "buffer", "activation", "sum")
+
+
+def run_cli(*args: str, launcher: Sequence[str] = (), env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "shardwise.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=clean | (env or {}),
+    )
+
+
+def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_cli("train", "--size", "tiny", "--batch", "2", "--sequence", "32", *args, env=env)
+
+
+def check_trained(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "predicted" in done.stdout and "measured" in done.stdout
+    for kind in KINDS:
+        assert re.search(rf"\b{kind}\b", done.stdout), f"no row {kind!r} in\n{done.stdout}"
+    assert re.search(r"loss \d\.\d{3} -> \d\.\d{3}", done.stdout), done.stdout
+    assert "tokens/s" in done.stdout
+
+
+# -- launches -------------------------------------------------------------------------------------------------
+
+
+def test_default_corpus_stage_3_two_ranks(tmp_path: Path) -> None:
+    done = train("--steps", "12", "--clip", "1.0", "--plain-log", TMPDIR=str(tmp_path))
+    check_trained(done)
+    assert "2 ranks" in done.stdout
+    assert re.findall(r"step +(\d+)/12", done.stdout) == ["1", "10", "12"]
+    assert "did NOT fall" not in done.stdout
+    assert not list(tmp_path.glob("*elastic*")) and not list(tmp_path.glob("shardwise-*")), "files were left behind"
+
+
+def test_stage_2_own_data_accumulation_bf16(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    done = train("--stage", "2", "--precision", "bf16", "--accumulate", "2", "--steps", "3", "--data", str(tmp_path))
+    check_trained(done)
+    assert "data: 1 files, 900 B" in done.stdout
+
+
+def test_same_seed_same_losses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    losses = []
+    for seed in (5, 5, 6):
+        work(Job(size="tiny", batch=2, sequence=32, steps=2, seed=seed))  # a world of one needs no launcher
+        losses.append(re.findall(r"loss (\S+)", capsys.readouterr().out))
+    assert losses[0] and losses[0] == losses[1] != losses[2]
+
+
+def test_under_torchrun_it_is_a_rank() -> None:
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    launcher = ("torch.distributed.run", "--nproc-per-node", "2", *place)
+    args = ("train", "--size", "tiny", "--batch", "2", "--sequence", "32", "--steps", "2", "--stage", "1")
+    done = run_cli(*args, launcher=launcher, env={"OMP_NUM_THREADS": "1"})
+    check_trained(done)
+    assert done.stdout.count("GPT tiny") == 1, "only rank 0 prints"
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--stage", "7"], "stage=7 is not a ZeRO stage"),
+        (["--sequence", "257"], "--sequence 257 is longer than the context of size tiny, 256"),
+        (["--data", "{folder}/none.txt"], "none.txt does not exist"),
+        (["--data", "{folder}/empty.txt"], "empty.txt is empty"),
+    ],
+)
+def test_bad_value_is_one_line_and_code_2(args: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    done = train(*(arg.format(folder=tmp_path) for arg in args))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_refused_by_the_ranks_is_one_line_and_code_2() -> None:
+    done = train("--transport", "nccl")
+    assert done.returncode == 2, done.stderr
+    assert "transport='nccl' needs an NCCL process group" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_failure_in_a_rank_surfaces() -> None:
+    done = train("--steps", "5", "--lr", "1e30", "--clip", "1.0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"rank \d: .*gradient norm is", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_contradict_torchrun() -> None:
+    done = train("--ranks", "3", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "a launch of 2 ranks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stage": -1}, "not a ZeRO stage"),
+        ({"size": "smal"}, "did you mean small"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"transport": "shred"}, "did you mean 'shared'"),
+        ({"size": "tiny", "sequence": 257}, "longer than the context"),
+        ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"batch": -1}, "--batch -1"),
+        ({"ranks": 0}, "--ranks 0"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"clip": 0.0}, "--clip 0.0"),
+    ],
+)
+def test_job_refuses(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Job(**options)
+
+
+# -- corpus ---------------------------------------------------------------------------------------------------
+
+
+def test_default_corpus_is_the_standard_library() -> None:
+    corpus = Corpus.of(())
+    assert 1_000_000 < corpus.num_bytes <= DEFAULT_BYTES
+    assert all(file.suffix == ".py" and "site-packages" not in file.parts for file in corpus.files)
+    assert list(corpus.files) == sorted(corpus.files)
+
+
+def test_read_crosses_files(tmp_path: Path) -> None:
+    for name, text in (("a", "abc"), ("b", ""), ("c", "defgh"), ("d", "i")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary").write_bytes(b"\0\1\2")
+    (tmp_path / ".hidden").write_text("hidden")
+    corpus = Corpus.of([tmp_path])
+    whole = b"abcdefghi"
+    assert corpus.num_bytes == len(whole)
+    for start in range(len(whole)):
+        for end in range(start, len(whole) + 1):
+            assert corpus.read(start, end - start) == whole[start:end]
+
+
+def test_batches_depend_on_the_key_alone(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(250)))
+    corpus = Corpus.of([file])
+    tokens, targets = corpus.batch("0/1/0/0", 4, 16)
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens + 1, targets)
+    assert torch.equal(corpus.batch("0/1/0/0", 4, 16)[0], tokens)
+    assert not torch.equal(corpus.batch("0/1/0/1", 4, 16)[0], tokens)
+
+
+def test_a_corpus_of_one_window(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"abcdefgh")
+    corpus = Corpus.of([file])
+    corpus.check_holds(7)
+    assert bytes(corpus.batch("k", 1, 7)[0].flatten().tolist()) == b"abcdefg"
+    with pytest.raises(ConfigError, match="holds 8 bytes in 1 files; a sequence of 8 needs at least 9"):
+        corpus.check_holds(8)
+
+
+def test_bad_data(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        Corpus.of([empty])
+    with pytest.raises(ConfigError, match="does not exist"):
+        Corpus.of([tmp_path / "none"])
+    with pytest.raises(ConfigError, match="directory without text files"):
+        Corpus.of([tmp_path])
+    with pytest.raises(ConfigError, match="neither a file nor a directory"):
+        Corpus.of([Path("/dev/null")])
+
+
+def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("abcdefgh")
+    corpus = Corpus.of([file])
+    file.write_text("abc")
+    with pytest.raises(ConfigError, match="Leave data files unchanged"):
+        corpus.read(0, 8)
+
+
+# -- figures --------------------------------------------------------------------------------------------------
+
+
+def test_verdict_is_honest() -> None:
+    falling = [5.0 - 0.1 * step for step in range(20)]
+    assert loss_verdict(falling) == "loss 4.800 -> 3.300 (mean of 5 steps each)."
+    assert "did NOT fall" in loss_verdict(falling[::-1])
+    assert "did NOT fall" in loss_verdict([1.0] * 8)
+    assert "did NOT fall" in loss_verdict([5.0, 4.0, 3.0, float("nan")])
+    assert "too few" in loss_verdict([5.0])
+
+
+@pytest.mark.parametrize("steps", [2, 9, 60, 5000])
+def test_learning_rate_warms_up_and_decays(steps: int) -> None:
+    factors = [lr_factor(step, steps) for step in range(steps + 1)]
+    peak = factors.index(max(factors))
+    assert max(factors) == 1.0 and min(factors) > 0
+    assert factors[:peak] == sorted(factors[:peak])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1)

@@ -1,0 +1,448 @@
+"""Everything a training loop may do between forward and step, against plain training, and in the expected order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, build, generator, parity, rank
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.errors import UnannouncedBackwardError
+from shardwise.testing import ParityReport, RankPool, compare_with_plain
+from shardwise.testing.models import GPT, GPTConfig
+
+STAGES = [0, 1, 2, 3]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed = nn.Linear(7, 9)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.GELU(), nn.Linear(9, 9)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+class TiedAcrossCheckpoints(Checkpointed):
+    """A nested backward contributes to a parameter that the outer one contributes to as well."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(use_reentrant)
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *self.blocks, self.blocks[0]):
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+class Elsewhere(nn.Module):
+    """Parameters used outside their owner's forward, in containers the model returns, and stashed on the side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scale = nn.Parameter(torch.full((8,), 0.7))
+        self.side: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        x = F.embedding(tokens, self.table.weight)
+        x = F.linear(x, self.blocks[0].weight) * self.scale
+        self.side = self.blocks[1](x).square().mean()
+        return {"nested": [(x @ self.table.weight.t()).logsumexp(-1).mean()]}
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens) * self.scale
+
+
+class HugeTied(nn.Module):
+    """A tied table in its own Unit, also touched directly."""
+
+    def __init__(self, touches: bool) -> None:
+        super().__init__()
+        self.touches = touches
+        self.table = nn.Embedding(6000, 48)
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.head = nn.Linear(48, 6000, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        loss = self.head(x).logsumexp(-1).mean()
+        return loss + (self.table.weight * self.table.weight).mean() if self.touches else loss
+
+
+def _x(number: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(number))
+
+
+def _tokens(number: int, high: int = 30) -> torch.Tensor:
+    return torch.randint(0, high, (2, 5), generator=generator(number))
+
+
+def _elsewhere_loss(model: nn.Module, number: int) -> torch.Tensor:
+    out = model(_tokens(number))["nested"][0]
+    return out + model.side if number % 2 else out
+
+
+def _second_order(model: nn.Module, number: int) -> torch.Tensor:
+    x = _x(number, 3, 8).requires_grad_()
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
+    return model(_x(number, 3, 8)) + 2 * model(_x(number + 100, 3, 8))
+
+
+def _after_evaluation(model: nn.Module, number: int) -> torch.Tensor:
+    with torch.no_grad():
+        model(_x(number + 50, 2, 8))
+    model.eval()
+    with torch.inference_mode():
+        model(_x(number + 51, 2, 8))
+    model.train()
+    return model(_x(number, 3, 8))
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
+    "checkpoint, non-reentrant": (lambda: Checkpointed(False), lambda m, k: m(_x(k, 4, 7))),
+    "checkpoint, reentrant": (lambda: Checkpointed(True), lambda m, k: m(_x(k, 4, 7).requires_grad_())),
+    "modules called twice": (CalledTwice, lambda m, k: m(_x(k, 3, 8))),
+    "several forwards before a backward": (CalledTwice, _two_forwards),
+    "evaluation in between": (CalledTwice, _after_evaluation),
+    "second order": (CalledTwice, _second_order),
+    "parameters used elsewhere": (Elsewhere, _elsewhere_loss),
+    "a tied table of its own": (lambda: HugeTied(False), lambda m, k: m(_tokens(k, 6000))),
+    "a tied table touched directly": (lambda: HugeTied(True), lambda m, k: m(_tokens(k, 6000))),
+    "the whole model checkpointed": (
+        CalledTwice,
+        lambda m, k: checkpoint(m, _x(k, 3, 8).requires_grad_(), use_reentrant=bool(k % 2)),
+    ),
+}
+
+
+def loop(name: str, stage: int, **kwargs: Any) -> ParityReport:
+    make, loss = LOOPS[name]
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=stage)
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=4, **kwargs)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_loops_that_users_write(pool: RankPool, name: str, stage: int) -> None:
+    for accumulate in (1, 2):
+        for report in pool.run(loop, name, stage, accumulate=accumulate):
+            assert report.is_bitwise, f"{name} stage {stage} accumulate {accumulate}: {report}"
+
+
+def tied_across_checkpoints(stage: int) -> ParityReport:
+    torch.manual_seed(0)
+    model = TiedAcrossCheckpoints(True)
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=stage)
+    loss = lambda m, k: m(_x(k, 4, 7).requires_grad_())  # noqa: E731
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nested_backwards_that_share_a_parameter(pool: RankPool, stage: int) -> None:
+    """Reentrant checkpoints run a backward of their own each; a Unit reduced early is reduced again (docs/numerics.md)."""
+    for report in pool.run(tied_across_checkpoints, stage):
+        assert report.largest < 1e-6, str(report)
+        assert report.compared_elements > 0
+
+
+def loss_on_the_side(stage: int) -> str:
+    torch.manual_seed(0)
+    model = Elsewhere()
+    opt = torch.optim.AdamW(model.parameters())
+    run = sw.shard(model, opt, stage=stage)
+    model(_tokens(0))
+    try:
+        model.side.backward()
+        text = "ran"
+    except UnannouncedBackwardError as error:
+        text = str(error)
+    model(_tokens(1))["nested"][0].backward()  # and a fresh step works
+    opt.step()
+    run.close()
+    return text
+
+
+def test_a_loss_that_bypasses_every_output(pool: RankPool) -> None:
+    for stage in (0, 1, 2):
+        assert pool.run(loss_on_the_side, stage) == ["ran", "ran"]
+    for text in pool.run(loss_on_the_side, 3):
+        assert "Elsewhere.forward are not part of this loss" in text and "return it from forward" in text
+
+
+def methods() -> bool:
+    torch.manual_seed(0)
+    model = Elsewhere()
+    plain = copy.deepcopy(model)
+    run = sw.shard(model, stage=3, methods=("encode",))
+    same = torch.equal(model.encode(_tokens(0)), plain.encode(_tokens(0)))
+    same &= torch.equal(model.blocks[1](_x(1, 2, 8)), plain.blocks[1](_x(1, 2, 8)))  # a block called on its own
+    run.close()
+    return same
+
+
+def test_methods_other_than_forward(pool: RankPool) -> None:
+    assert pool.run(methods) == [True, True]
+
+
+def exception_in_the_middle(stage: int, where: str) -> ParityReport:
+    torch.manual_seed(0)
+    model = CASES["gpt"].build()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=stage)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    if where == "forward":
+        handle = model.blocks[1].down.register_forward_hook(stop)
+    loss = None
+    with pytest.raises(Stop):
+        loss = CASES["gpt"].loss(model, 0)
+        if where == "backward":
+            handle = model.blocks[1].up.register_full_backward_hook(stop)
+            loss = CASES["gpt"].loss(model, 0)
+        loss.backward()
+    handle.remove()
+    del loss
+    optimizers[0].zero_grad()
+    report = compare_with_plain(
+        run, model, optimizers[0], plain, optimizers[1], CASES["gpt"].loss, steps=3, accumulate=2
+    )
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_in_the_middle_then_a_fresh_step(pool: RankPool, stage: int, where: str) -> None:
+    for report in pool.run(exception_in_the_middle, stage, where):
+        assert report.is_bitwise, f"{where} stage {stage}: {report}"
+
+
+def unused_keeps_moments(stage: int) -> tuple[bool, bool]:
+    run, model, opt, _, _ = build("branchy", "adamw", stage=stage)
+    x = torch.randn(4, 11, generator=generator(0))
+    model(x, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    before = run.master("branches.0.weight")
+    moments = [s["exp_avg"].clone() for s in opt.state.values()]
+    steps = [float(s["step"]) for s in opt.state.values()]
+    model(x, None).backward()
+    no_grad = run.grad("branches.0.weight") is None and run.grad("branches.2.bias") is None
+    opt.step()
+    opt.zero_grad()
+    same = torch.equal(before, run.master("branches.0.weight"))
+    after = [float(s["step"]) for s in opt.state.values()]
+    untouched = [a == b for a, b in zip(steps, after, strict=False)]
+    run.close()
+    return no_grad and same and len(moments) > 0, any(untouched) or stage > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_rank_used_is_left_alone(pool: RankPool, stage: int) -> None:
+    for left_alone, counted in pool.run(unused_keeps_moments, stage):
+        assert left_alone and counted
+
+
+def schedulers() -> list[float]:
+    run, model, opt, plain, plain_opt = build("mlp", "sgd", stage=3)
+    rates = []
+    pairs = [
+        (m, o, torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1.0 / (1 + k))) for m, o in ((model, opt), (plain, plain_opt))
+    ]
+    for number in range(3):
+        for m, o, scheduler in pairs:
+            CASES["mlp"].loss(m, number).backward()
+            o.step()
+            scheduler.step()
+            o.zero_grad()
+        rates.append(opt.param_groups[0]["lr"])
+        assert rates[-1] == plain_opt.param_groups[0]["lr"]
+    run.close()
+    return rates
+
+
+def test_learning_rate_schedulers_rule(pool: RankPool) -> None:
+    for rates in pool.run(schedulers):
+        assert rates == sorted(rates, reverse=True) and len(set(rates)) == 3
+
+
+def gathered_and_state(stage: int, precision: str) -> dict[str, bool]:
+    run, model, opt, plain, _ = build("gpt", "adamw", stage=stage, precision=precision)
+    checks = {}
+    state = run.full_state_dict(rank0_only=False)
+    expected = plain.state_dict()
+    checks["keys and order"] = list(state) == list(expected)
+    checks["values"] = all(torch.equal(state[k], expected[k]) for k in expected)
+    checks["tied"] = state["wte.weight"].data_ptr() == state["head.weight"].data_ptr()
+    checks["rank 0 only"] = bool(run.full_state_dict()) == (rank() == 0)
+    with run.gathered(model.blocks[0]):  # reading must not round the masters
+        model.blocks[0].up.weight.sum()
+    checks["reading keeps masters"] = torch.equal(run.master("blocks.0.up.weight"), expected["blocks.0.up.weight"])
+    with run.gathered(model.blocks[0]), torch.no_grad():
+        model.blocks[0].up.bias.fill_(0.25)
+    checks["writes are kept"] = bool((run.master("blocks.0.up.bias") == 0.25).all())
+    checks["others untouched"] = torch.equal(run.master("blocks.0.up.weight"), expected["blocks.0.up.weight"])
+    torch.manual_seed(5)
+    other = CASES["gpt"].build().state_dict()
+    model.load_state_dict(other)
+    checks["load_state_dict"] = all(
+        torch.equal(v if precision == "fp32" else v.bfloat16(), o if precision == "fp32" else o.bfloat16())
+        for v, o in zip(run.full_state_dict(rank0_only=False).values(), other.values(), strict=True)
+    )
+    CASES["gpt"].loss(model, 0).backward()
+    opt.step()
+    with run.gathered():
+        copied = copy.deepcopy(model)
+    checks["a copy is plain"] = all(type(p) is nn.Parameter for p in copied.parameters())
+    with torch.no_grad():
+        checks["a copy computes"] = torch.equal(CASES["gpt"].loss(copied, 3), CASES["gpt"].loss(model, 3))
+    run.close()
+    return checks
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_state_dict_loading_and_copying(pool: RankPool, stage: int, precision: str) -> None:
+    for checks in pool.run(gathered_and_state, stage, precision):
+        assert all(checks.values()), checks
+
+
+def events(stage: int) -> list[tuple[str, str]]:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage)
+    for number in range(2):
+        run.events.clear()
+        CASES["gpt"].loss(model, number).backward()
+        opt.step()
+        opt.zero_grad()
+    found = run.events.listing()
+    run.close()
+    return found
+
+
+def test_the_order_of_a_stage_3_step(pool: RankPool) -> None:
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    expected = [("gather", "root"), ("gathered", "root")]
+    for block in blocks:
+        expected += [("gather", block), ("gathered", block), ("free", block)]
+    expected += [("free", "root"), ("backward", ""), ("gather", "root"), ("gathered", "root")]
+    for block in reversed(blocks):
+        expected += [("gather", block), ("gathered", block), ("free", block), ("reduce", block)]
+    expected += [("free", "root"), ("reduce", "root"), ("backward end", ""), ("step", "")]
+    for found in pool.run(events, 3):
+        assert found == expected
+
+
+def test_stages_1_and_2_do_not_gather_in_the_step(pool: RankPool) -> None:
+    for stage in (1, 2):
+        for found in pool.run(events, stage):
+            assert [kind for kind, _ in found if kind in ("gather", "free")] == []
+            assert [name for kind, name in found if kind == "reduce"] == ["blocks.2", "blocks.1", "blocks.0", "root"]
+
+
+def several_models() -> bool:
+    runs = [build(name, "adamw", stage=stage) for name, stage in (("gpt", 3), ("mlp", 2), ("conv", 3))]
+    names = ["gpt", "mlp", "conv"]
+    for number in range(2):
+        losses = [CASES[name].loss(r[1], number) for name, r in zip(names, runs, strict=True)]
+        sum(losses).backward()
+        for r in runs:
+            r[2].step()
+            r[2].zero_grad()
+    for r in runs:
+        r[0].close()
+    return True
+
+
+def test_several_models_in_one_process(pool: RankPool) -> None:
+    assert pool.run(several_models) == [True, True]
+
+
+def test_inference_without_an_optimizer() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=40, context=8, layers=2, heads=2, hidden=16))
+    plain = copy.deepcopy(model)
+    sw.shard(model, stage=3)
+    tokens = torch.arange(8).reshape(1, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), plain(tokens))
+
+
+def test_parity_report_of_nothing_is_not_parity() -> None:
+    assert not ParityReport(0, [], 0).is_bitwise
+
+
+def hook_order() -> bool:
+    """A user's own forward hooks see usable parameters."""
+    run, model, _, _, _ = build("gpt", "adamw", stage=3)
+    seen = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda m, a: seen.append(float(m.up.weight.detach().sum())))
+    CASES["gpt"].loss(model, 0)
+    handle.remove()
+    run.close()
+    return len(seen) == 1
+
+
+def test_user_hooks_see_gathered_parameters(pool: RankPool) -> None:
+    assert pool.run(hook_order) == [True, True]
+
+
+def test_parity_of_a_clipped_world_of_one_uses_infinity_norm_too() -> None:
+    run, model, opt, plain, _ = build("mlp", "sgd", stage=3)
+    CASES["mlp"].loss(model, 0).backward()
+    CASES["mlp"].loss(plain, 0).backward()
+    used = [param for param in plain.parameters() if param.numel()]
+    expected = torch.nn.utils.clip_grad_norm_(used, 0.01, norm_type=float("inf"))
+    assert torch.allclose(run.clip_grad_norm_(0.01, float("inf")), expected)
+    for name, param in plain.named_parameters():
+        if param.numel():
+            assert torch.allclose(run.grad(name), param.grad, rtol=1e-6, atol=0)
+    opt.step()
+
+
+def test_parity_function_itself_runs() -> None:
+    assert parity("mlp", stage=3, steps=1).is_bitwise

@@ -1,0 +1,53 @@
+"""Every example runs, alone and with two ranks, and shows what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PLACE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *PLACE)
+TIMEOUT_S = 120
+
+
+def run_example(name: str, ranks: int) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"plain_loop.py", "sharded_init.py", "selfcheck.py"}
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), (2, "shared memory")])
+def test_plain_loop(ranks: int, transport: str) -> None:
+    found = re.search(r"transport (.+): loss (\S+) -> (\S+)", run_example("plain_loop.py", ranks))
+    assert found is not None
+    assert found[1] == transport
+    assert float(found[3]) < 0.7 * float(found[2])
+
+
+def test_sharded_init() -> None:
+    shown = run_example("sharded_init.py", 2)
+    assert "after 3 steps" in shown
+    assert "stage 3, rank 0 of 2" in shown
+    assert re.search(r"^sum +\S+ MB +\S+ MB$", shown, re.MULTILINE)
+
+
+def test_selfcheck() -> None:
+    assert "equal to the last bit" in run_example("selfcheck.py", 2)
