@@ -31,7 +31,8 @@ class MyModel(nn.Module):
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """The loss of one rank at one step: your data, your forward."""
     numbers = torch.Generator().manual_seed(100 * step + int(os.environ.get("RANK", "0")))
-    return model(torch.randn(16, 48, generator=numbers), torch.randint(10, (16,), generator=numbers))
+    loss: torch.Tensor = model(torch.randn(16, 48, generator=numbers), torch.randint(10, (16,), generator=numbers))
+    return loss
 
 
 torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,9 +71,15 @@ class World:
         """Every rank's `value`, in rank order. Set-up only."""
         if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        data = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=self.device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine.to(self.device), group=self.group)
+        return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Return when every rank is here."""

@@ -13,6 +13,7 @@ from shardwise.partition import UnitDtypes
 EMULATED_RATIO = 4.0
 """A 16-bit product this many times slower than fp32 is emulated."""
 _PROBE_SIZE = 128
+_PROBE_REPEATS = 8  # the fastest counts: a busy moment must not decide which dtype a run computes in
 
 
 def resolve_dtypes(own: torch.dtype, precision: Precision, device: torch.device, emulates: bool) -> UnitDtypes:
@@ -43,7 +44,7 @@ def emulates_16_bit(device_type: str, dtype: torch.dtype) -> bool:
 def _product_s(dtype: torch.dtype) -> float:
     a = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(_PROBE_REPEATS):
         begin = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - begin)

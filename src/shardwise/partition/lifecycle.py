@@ -71,6 +71,7 @@ class ShardedParameter(nn.Parameter):
     """A parameter of a gathered Unit: an ordinary parameter whose gradient lives in shards."""
 
     _shardwise: Handle
+    _user_class: type[nn.Parameter] = nn.Parameter
 
     @property  # type: ignore[override]
     def grad(self) -> torch.Tensor | None:
@@ -84,7 +85,7 @@ class ShardedParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         """A copy is an ordinary parameter with its own memory."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = self._user_class(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
 
@@ -163,11 +164,11 @@ def _flatten(value: Any) -> list[Any]:
 
 @functools.cache
 def managed_classes(cls: type[nn.Parameter]) -> tuple[type[ShardedParameter], type[FreedParameter]]:
-    """The (gathered, freed) classes for parameters of class `cls`."""
+    """The (gathered, freed) classes for parameters of class `cls`, which may be one of them already."""
+    if issubclass(cls, ShardedParameter):
+        cls = cls._user_class
     if cls is nn.Parameter:
         return ShardedParameter, FreedParameter
-    if issubclass(cls, ShardedParameter):
-        raise LifecycleError(f"a parameter of class {cls.__name__} is managed already.")
-    gathered = type(f"Sharded{cls.__name__}", (ShardedParameter, cls), {})
-    freed = type(f"Freed{cls.__name__}", (FreedParameter, cls), {})
+    gathered = type(f"Sharded{cls.__name__}", (ShardedParameter, cls), {"_user_class": cls})
+    freed = type(f"Freed{cls.__name__}", (FreedParameter, cls), {"_user_class": cls})
     return gathered, freed

@@ -280,8 +280,9 @@ class Unit:
 
     def adopt(self) -> None:
         """Make the module's own parameters this Unit's: from here on they are placeholders or views."""
-        for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
+        for index, (param, (gathered, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
             param.grad = None
+            param.__class__ = gathered  # one that was built under sharded_init is freed, and refuses
             param.data = self._blanks[index]
             param._shardwise = Handle(self, index)  # type: ignore[attr-defined]
             param.__class__ = freed

@@ -1,0 +1,170 @@
+"""sharded_init: bit-identical parameters, bounded peak memory, later touches honoured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import FreedParameterError, RanksDifferError
+from shardwise.partition import FreedParameter
+from shardwise.testing import RankPool
+from shardwise.testing.parity import compare_with_plain
+
+
+class Fancy(nn.Module):
+    """Initialises by hand, after the fact, through apply, by index, and ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 7)
+        self.first.weight.data.normal_(std=0.1)
+        with torch.no_grad():
+            self.first.bias[2] = 5.0
+            self.first.bias.mul_(2.0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)) for _ in range(2)])
+        self.table = nn.Embedding(7, 11, padding_idx=1)
+        self.direct = nn.Parameter(torch.randn(3))
+        self.head = nn.Linear(11, 7, bias=False)
+        self.apply(self._init)
+        self.head.weight = self.table.weight
+        self.first.bias.requires_grad_(False)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, gain=0.5)
+        if isinstance(module, nn.Embedding):
+            module.weight.data.normal_(0.0, 0.3)
+            module.weight.data[module.padding_idx].zero_()
+
+
+def identical(kind: str, stage: int) -> dict[str, bool]:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return Fancy() if kind == "fancy" else _transformers_model(kind)
+
+    plain = make()
+    with sw.sharded_init():
+        model = make()
+    assert all(isinstance(p, FreedParameter) for p in model.parameters())
+    checks = {"random state": True, "names": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]}
+    expected = torch.rand(3)
+    plain_again = make()
+    checks["random state"] = bool(torch.equal(expected, torch.rand(3))) and plain_again is not None
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    run = sw.shard(model, optimizer, stage=stage)
+    state = run.full_state_dict(rank0_only=False)
+    for name, value in plain.state_dict().items():
+        checks[name] = torch.equal(state[name], value)
+    checks["requires_grad"] = [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    run.close()
+    return checks
+
+
+def _transformers_model(kind: str) -> nn.Module:
+    import transformers
+
+    if kind == "gpt2":
+        config: Any = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, vocab_size=211, n_positions=32)
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, vocab_size=97,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["fancy", "gpt2", "llama"])
+def test_parameters_are_bit_identical_to_plain_construction(pool: RankPool, kind: str, stage: int) -> None:
+    for checks in pool.run(identical, kind, stage):
+        assert len(checks) > 8
+        assert all(checks.values()), {k: v for k, v in checks.items() if not v}
+
+
+def trains(kind: str) -> Any:
+    torch.manual_seed(3)
+    plain = _transformers_model(kind)
+    torch.manual_seed(3)
+    with sw.sharded_init():
+        model = _transformers_model(kind)
+    for m in (model, plain):
+        m.eval()  # no dropout; transformers draws it from the global generator otherwise
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=3)
+
+    def loss(m: nn.Module, number: int) -> torch.Tensor:
+        g = torch.Generator().manual_seed(number * 2 + torch.distributed.get_rank())
+        tokens = torch.randint(0, 97, (2, 12), generator=g)
+        return m(input_ids=tokens, labels=tokens).loss
+
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3, accumulate=2)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers_models_train_with_parity(pool: RankPool, kind: str) -> None:
+    for report in pool.run(trains, kind):
+        assert report.is_bitwise, str(report)
+
+
+def touched_too_early() -> tuple[str, str]:
+    with sw.sharded_init():
+        model = CASES["mlp"].build()
+    try:
+        model(torch.randn(1, 13))
+        first = "ran"
+    except FreedParameterError as error:
+        first = str(error)
+    torch.manual_seed(torch.distributed.get_rank())  # ranks that draw different numbers
+    with sw.sharded_init():
+        other = CASES["mlp"].build()
+    try:
+        sw.shard(other, stage=3)
+        second = "accepted"
+    except RanksDifferError as error:
+        second = str(error)
+    return first, second
+
+
+def test_mistakes_are_named(pool: RankPool) -> None:
+    for first, second in pool.run(touched_too_early):
+        assert "sharded_init(): call sw.shard" in first
+        assert "differ in the values of parameter 'gain'" in second or "values of parameter" in second
+
+
+def test_world_of_one_and_an_exception_inside() -> None:
+    with pytest.raises(ZeroDivisionError), sw.sharded_init():
+        raise ZeroDivisionError
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter, "the hooks must be gone"
+    torch.manual_seed(0)
+    plain = CASES["gpt"].build()
+    torch.manual_seed(0)
+    with sw.sharded_init():
+        model = CASES["gpt"].build()
+    run = sw.shard(model, stage=3)
+    assert all(torch.equal(run.master(n), p) for n, p in plain.named_parameters())
+
+
+def test_peak_memory_of_building_gpt2_is_shards_plus_three_largest_units(tmp_path: Path) -> None:
+    """A transformers GPT-2 with the proportions of the 124M one, 2 ranks, in processes of their own."""
+    script = Path(__file__).parent.parent / "benchmarks" / "construction.py"
+    result = subprocess.run(
+        [sys.executable, str(script), "--layers", "6", "--hidden", "512", "--vocabulary", "50257"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "within the bound: yes" in result.stdout, result.stdout
+    assert "bit-identical: yes" in result.stdout, result.stdout
