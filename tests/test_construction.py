@@ -168,3 +168,65 @@ def test_peak_memory_of_building_gpt2_is_shards_plus_three_largest_units(tmp_pat
     assert result.returncode == 0, result.stdout + result.stderr
     assert "within the bound: yes" in result.stdout, result.stdout
     assert "bit-identical: yes" in result.stdout, result.stdout
+
+
+def lost_write(through_data: bool) -> str:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(3000, 1500), nn.Linear(3000, 1500)
+            with torch.no_grad():
+                for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                    k.data.copy_(q.data) if through_data else k.copy_(q)
+
+    torch.manual_seed(0)
+    try:
+        with sw.sharded_init():
+            model = Momentum()
+    except sw.ShardwiseError as error:
+        return str(error)
+    run = sw.shard(model, stage=3)
+    same = torch.equal(run.master("query.weight"), run.master("key.weight"))
+    run.close()
+    return "equal" if same else "lost silently"
+
+
+def test_copies_between_modules_are_kept_or_refused(pool: RankPool) -> None:
+    assert pool.run(lost_write, False) == ["equal", "equal"]
+    for text in pool.run(lost_write, True):  # too large to keep both gathered
+        assert "the write was lost" in text and "param.copy_" in text
+
+
+class SplitOwner(nn.Module):
+    """A huge weight gets a Unit of its own, apart from the bias it was built with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.wide = nn.Linear(8, 40_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.wide(x).square().mean()
+
+
+def split_owner(stage: int) -> Any:
+    torch.manual_seed(0)
+    plain = SplitOwner()
+    torch.manual_seed(0)
+    with sw.sharded_init():
+        model = SplitOwner()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=stage)
+    assert "wide.weight" in run.units and len(run.units) == 4
+    loss = lambda m, k: m(torch.full((2, 8), 0.1 * k + torch.distributed.get_rank()))  # noqa: E731
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=2)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_module_whose_parameters_go_to_different_units(pool: RankPool, stage: int) -> None:
+    for report in pool.run(split_owner, stage):
+        assert report.is_bitwise, str(report)

@@ -371,8 +371,8 @@ def test_the_order_of_a_stage_3_step(pool: RankPool) -> None:
         expected += [("gather", block), ("gathered", block), ("free", block)]
     expected += [("free", "root"), ("backward", ""), ("gather", "root"), ("gathered", "root")]
     for block in reversed(blocks):
-        expected += [("gather", block), ("gathered", block), ("free", block), ("reduce", block)]
-    expected += [("free", "root"), ("reduce", "root"), ("backward end", ""), ("step", "")]
+        expected += [("gather", block), ("gathered", block), ("reduce", block), ("free", block)]
+    expected += [("reduce", "root"), ("free", "root"), ("backward end", ""), ("step", "")]
     for found in pool.run(events, 3):
         assert found == expected
 
@@ -446,3 +446,168 @@ def test_parity_of_a_clipped_world_of_one_uses_infinity_norm_too() -> None:
 
 def test_parity_function_itself_runs() -> None:
     assert parity("mlp", stage=3, steps=1).is_bitwise
+
+
+class ParameterBranch(nn.Module):
+    """Besides its input, a block multiplies its own parameters: that branch must see them too in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_OwnBranch() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+class _OwnBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.p, self.q = (nn.Parameter(torch.randn(6, 6) * 0.4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        detached = F.linear(x, self.w.detach()) + (self.w * self.w).sum()
+        return x @ self.w.t() + self.q @ self.p.t() + detached
+
+
+class CheckpointedBranch(ParameterBranch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
+        return x.square().mean()
+
+
+class SixAndABranch(nn.Module):
+    """One rank alone takes a branch in front of many others: nobody may wait for it in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.branch = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if takes_branch:
+            x = x + self.branch[0](x)
+        return x.square().mean()
+
+
+class TiedLookups(nn.Module):
+    """A shared table that is only looked up, and a head that the loss leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Embedding(6000, 48), nn.Sequential(nn.Embedding(6000, 48))
+        self.right[0].weight = self.left.weight
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.left(tokens) + self.right(tokens))).square().mean()
+
+
+def _persistent_leaf(model: nn.Module, number: int) -> torch.Tensor:
+    if not hasattr(model, "_leaf"):
+        object.__setattr__(model, "_leaf", _x(0, 6, 6).requires_grad_())
+    return model(model._leaf)
+
+
+MORE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
+    "parameter-only branches": (ParameterBranch, lambda m, k: m(_x(k, 6, 6))),
+    "parameter-only branches, leaf input": (ParameterBranch, _persistent_leaf),
+    "parameter-only branches, reentrant": (CheckpointedBranch, lambda m, k: m(_x(k, 6, 6).requires_grad_())),
+    "a branch that one rank takes": (SixAndABranch, lambda m, k: m(_x(k, 3, 8), rank() == k % 2)),
+    "a shared table only looked up": (TiedLookups, lambda m, k: m(_tokens(k, 6000))),
+    "first used in inference mode": (
+        CalledTwice,
+        lambda m, k: (_inference(m, _x(k, 2, 8)) if k == 0 else 0) + m(_x(k, 3, 8)),
+    ),
+}
+LOOPS.update(MORE)
+
+
+def _inference(model: nn.Module, x: torch.Tensor) -> float:
+    with torch.inference_mode():
+        model(x)
+    return 0.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", sorted(MORE))
+def test_awkward_graphs(pool: RankPool, name: str, stage: int) -> None:
+    for report in pool.run(loop, name, stage, accumulate=2):
+        assert report.is_bitwise, f"{name} stage {stage}: {report}"
+
+
+def test_hooks_do_not_pile_up_on_an_input() -> None:
+    model = ParameterBranch()
+    sw.shard(model, stage=3)
+    x = torch.randn(6, 6, requires_grad=True)
+    for _ in range(5):
+        model(x)
+    assert not x._backward_hooks
+
+
+def interrupted() -> ParityReport:
+    torch.manual_seed(0)
+    model = CalledTwice()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=3)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(_x(0, 3, 8))
+    handle.remove()
+    loss = lambda m, k: m(_x(k, 3, 8))  # noqa: E731
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=2)
+    run.close()
+    return report
+
+
+def test_an_interrupt_in_the_middle_of_a_forward(pool: RankPool) -> None:
+    for report in pool.run(interrupted):
+        assert report.is_bitwise, str(report)
+
+
+def loading(stage: int, precision: Any) -> dict[str, bool]:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, precision=precision)
+    for number in range(2):
+        CASES["gpt"].loss(model, number).backward()
+        opt.step()
+        opt.zero_grad()
+    saved = run.full_state_dict(rank0_only=False)
+    CASES["gpt"].loss(model, 5).backward()
+    opt.step()
+    opt.zero_grad()
+    model.load_state_dict(saved)
+    checks = {"masters restored exactly": all(torch.equal(run.master(n), saved[n]) for n, _ in model.named_parameters())}
+    other = {k: torch.full(v.shape, 0.125) for k, v in model.blocks[1].up.named_parameters()}
+    model.blocks[1].up.load_state_dict(other)  # a submodule on its own
+    checks["submodule"] = bool((run.master("blocks.1.up.weight") == 0.125).all())
+    CASES["gpt"].loss(model, 6).backward()
+    opt.step()
+    checks["kept by the next step"] = float((run.master("blocks.1.up.weight") - 0.125).abs().max()) < 0.1
+    run.close()
+    return checks
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loading_restores_masters_exactly(pool: RankPool, stage: int) -> None:
+    for precision in ("fp32", "bf16", sw.Precision(param=torch.bfloat16, compute=torch.bfloat16)):
+        for checks in pool.run(loading, stage, precision):
+            assert all(checks.values()), f"{precision}: {checks}"
+
+
+def test_a_change_past_the_masters_is_refused() -> None:
+    run, model, opt, _, _ = build("mlp", "sgd", stage=1, precision="bf16")
+    CASES["mlp"].loss(model, 0).backward()
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+    with pytest.raises(sw.errors.ModelError, match="the change would be lost"):
+        opt.step()
+    run.close()

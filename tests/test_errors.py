@@ -267,7 +267,7 @@ def test_a_step_inside_gathered_is_refused() -> None:
     optimizer = torch.optim.AdamW(m.parameters())
     run = sw.shard(m, optimizer, stage=3)
     m(torch.randn(2, 13, generator=generator(0))).backward()
-    with pytest.raises(sw.ShardwiseError, match="inside a forward pass or inside run.gathered"), run.gathered():
+    with pytest.raises(sw.ShardwiseError, match="inside run.gathered"), run.gathered():
         optimizer.step()
     optimizer.step()
 
@@ -280,3 +280,31 @@ def test_memory_replaced_after_sharding_is_noticed() -> None:
     m.layers[0].weight.data = m.layers[0].weight.data.clone()
     with pytest.raises(ModelError, match="given other memory"):
         optimizer.step()
+
+
+def test_sparse_embeddings_and_bad_norms() -> None:
+    with pytest.raises(ModelError, match="sparse=True"):
+        sw.shard(nn.Sequential(nn.Embedding(3, 3, sparse=True)), stage=3)
+    m = model()
+    run = sw.shard(m, torch.optim.SGD(m.parameters(), lr=0.1), stage=3)
+    m(torch.randn(2, 13, generator=generator(0))).backward()
+    for bad in ((0.0, 2.0), (1.0, 0.0), (float("nan"), 2.0)):
+        with pytest.raises(ConfigError, match="must be positive"):
+            run.clip_grad_norm_(*bad)
+
+
+def test_a_refused_method_leaves_everything_as_it_was() -> None:
+    m = model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="no method 'encode'"):
+        sw.shard(m, optimizer, stage=3, methods="encode")
+    assert all(type(p) is nn.Parameter for p in m.parameters())
+    assert optimizer.param_groups[0]["params"][0] is next(iter(m.parameters()))
+
+
+def test_a_tiny_learning_rate_hides_nothing() -> None:
+    m = model()
+    optimizer = TrustRatio(m.parameters())
+    optimizer.param_groups[0]["lr"] = 1e-9
+    with pytest.raises(OptimizerError, match="differed"):
+        sw.shard(m, optimizer, stage=2)

@@ -19,8 +19,8 @@ from shardwise.engine import (
     Held,
     Runtime,
     attach,
+    check_methods,
     constructing,
-    detach_copy,
     digest,
     emulates_16_bit,
     resolve_dtypes,
@@ -62,6 +62,7 @@ def shard(
     """
     config = ShardConfig.of(options)
     infos = _check_model(model)
+    check_methods(model, config.methods)
     specs = find_units(model, config.units, config.max_unit_bytes)
     if optimizer is not None:
         check_optimizer(optimizer, infos)
@@ -134,6 +135,8 @@ class Run:
         Raises NonFiniteGradientError, with nothing changed, if a gradient is infinite or NaN (under loss scaling
         the coming step is skipped instead).
         """
+        if not (max_norm > 0 and norm_type > 0):
+            raise ConfigError(f"clip_grad_norm_({max_norm}, {norm_type}): both must be positive.")
         return self._runtime.clip_grad_norm_(float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
@@ -370,7 +373,7 @@ class Run:
         """An ordinary replica of the model and a fresh optimizer with the same groups."""
         assert self._optimizer is not None
         with self.gathered():
-            replica = detach_copy(copy.deepcopy(self._model))
+            replica = copy.deepcopy(self._model)
         params = dict(replica.named_parameters())
         with torch.no_grad():
             for name, value in self.iter_full_state():
@@ -427,6 +430,11 @@ def _check_model(model: nn.Module) -> list[ParamInfo]:
             raise ModelError(
                 f"parameter {info.name!r} has dtype {info.param.dtype}; only floating parameters can be partitioned. "
                 "Register it as a buffer."
+            )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(
+                f"{path!r} is an embedding with sparse=True; its gradients cannot be reduced into flat shards. Use sparse=False."
             )
     devices = {info.param.device for info in infos}
     if len(devices) > 1:
@@ -521,22 +529,17 @@ def _fill_unit(unit: Unit, spec: UnitSpec, memory: torch.Tensor) -> None:
     """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
     unit.allocate(memory)
     for slot, info in enumerate(spec.infos):
-        with _values_of(info, unit.layout.slots[slot].stride) as values:
-            unit.store(slot, values)
+        unit.store(slot, _values_of(info, unit.layout.slots[slot].stride))
     unit.adopt()
 
 
-@contextlib.contextmanager
-def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> Iterator[torch.Tensor]:
+def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> torch.Tensor:
     """A parameter's whole value, gathered from its construction shard if it was built under sharded_init."""
     handle = getattr(info.param, "_shardwise", None)
     if handle is None:
-        yield flat_values(info.param, stride)
-        return
-    source: Unit = handle.unit
-    source.owner.gather(source)  # type: ignore[attr-defined]
-    yield flat_values(info.param, stride)
-    source.free()
+        return flat_values(info.param, stride)
+    values: torch.Tensor = handle.unit.owner.full_values(handle.unit, handle.index)
+    return values
 
 
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:

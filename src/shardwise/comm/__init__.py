@@ -3,9 +3,9 @@
 Public names: `World` (rank, size, small collectives on `torch.distributed`), `Transport`, `Reservation`, `Counters`,
 `make_transport` (gather and reduce of flat vectors).
 
-Invariants: every transport gives the same bits for two ranks; sums are formed in rank order and in fp32 or wider (the
-reference and NCCL transports leave the order to their library); exchange buffers do not grow with the model; every
-element sent is counted.
+Invariants: every CPU transport gives the same bits for two ranks. The shared-memory, pairwise and alone transports form sums
+in rank order, in fp32 or wider, through exchange buffers that do not grow with the model; the reference and NCCL transports
+leave order and buffers to their library. Every element sent is counted.
 """
 
 from shardwise.comm.transport import Counters, Reservation, Sink, Source, Transport

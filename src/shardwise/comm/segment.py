@@ -20,7 +20,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 def host_identity() -> tuple[str, int]:
-    """Equal on two ranks exactly if they can open each other's files through `/proc`: same boot, same process namespace."""
+    """Equal on two ranks of one boot and one process namespace, which can open each other's files through `/proc`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, os.stat("/proc/self/ns/pid").st_ino
@@ -49,13 +49,13 @@ class SharedSegments:
         self.world = world
         self.num_bytes = max(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
         self._maps: list[mmap.mmap] = []
-        self._check_room()
         own = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         os.ftruncate(own, self.num_bytes)
-        handles = world.gather_objects((os.getpid(), own))
-        self.pids = [pid for pid, _ in handles]
+        handles = world.gather_objects((os.getpid(), own, available_bytes()))
+        self.pids = [pid for pid, _, _ in handles]
+        self._check_room(min(room for _, _, room in handles))
         try:
-            for rank, (pid, number) in enumerate(handles):
+            for rank, (pid, number, _) in enumerate(handles):
                 self._maps.append(self._map(own if rank == world.rank else None, pid, number))
         finally:
             world.barrier()  # nobody closes its file before everyone has opened it
@@ -75,9 +75,9 @@ class SharedSegments:
         finally:
             os.close(handle)
 
-    def _check_room(self) -> None:
+    def _check_room(self, room: int) -> None:
+        """The same answer on every rank, so that none is left waiting."""
         needed = self.num_bytes * self.world.world_size
-        room = available_bytes()
         if needed > room:
             raise MemoryBudgetError(
                 f"shared memory for {self.world.world_size} ranks needs {needed} bytes, {room} are available. Use more ranks on "

@@ -83,6 +83,8 @@ class SharedTransport(Transport):
         return self._lane.submit(lambda: self._exchange_slices(tag, shard_numel, wire, source, sink))
 
     def _exchange_slices(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
+        if shard_numel == 0:
+            return
         total = self._scratch_for(sum_dtype(wire))
         chunk = self._chunk_bytes // sum_dtype(wire).itemsize
         starts = range(0, shard_numel, chunk)

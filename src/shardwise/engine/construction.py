@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class Construction:
         self._window = Window(self.gather, self._write_back)
         self._is_open = True
         self._num_units = 0
+        self._read: tuple[Unit, torch.Tensor] | None = None
 
     # -- registration hooks -----------------------------------------------------------------------------------
 
@@ -118,13 +119,30 @@ class Construction:
             self.partition(module)
         self._window.close()
         self._is_open = False
+        for unit in self.digests:
+            if unit.was_written_while_freed():
+                raise ShardwiseError(
+                    f"sharded_init(): a tensor taken from a parameter of {unit.name} ({unit.layout.slots[0].name!r} or its siblings, "
+                    "through .data or a view) was written after other parameters had been touched, and the write was lost. "
+                    "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
+                )
         gc.collect()  # parameters replaced by tying are cycles with their Units
 
-    def touch(self, unit: Unit) -> bool:
+    def touch(self, units: Sequence[Unit]) -> bool:
         """During construction every touch gathers."""
         if self._is_open:
-            self._window.touch(unit)
+            self._window.touch(units)
         return self._is_open
+
+    def full_values(self, unit: Unit, slot: int) -> torch.Tensor:
+        """One parameter's whole value, flat; its Unit's vector is gathered beside the parameters, which stay as they are."""
+        if self._read is None or self._read[0] is not unit:
+            self._read = None  # given up before the next one is taken
+            full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.device)
+            self.transport.gather(unit.index, unit.shard, full).wait()
+            self._read = (unit, full)
+        place = unit.layout.slots[slot]
+        return self._read[1][place.offset : place.end]
 
     def remedy(self) -> str:
         """What to do with a model that is built but not yet sharded."""

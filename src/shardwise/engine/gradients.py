@@ -58,6 +58,7 @@ class Gradients:
                 (unit, slot) for unit in self._units.values() for slot in range(len(unit.params))
             )
         }
+        self._held: dict[int, set[int]] = {index: set() for index in self._units}
         self.loss_scale = 1.0
 
     # -- during backward --------------------------------------------------------------------------------------
@@ -131,11 +132,18 @@ class Gradients:
     # -- at the end of backward -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces."""
-        used, late = self._agree()
-        for index in self._order[self._position :]:
-            if any(used[self._flags[index, slot]] for slot in range(len(self._units[index].params))):
-                self._launch(self._units[index])
+        """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces.
+
+        A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks the others what
+        they used: a peer may be waiting for exactly that Unit in the middle of its own backward.
+        """
+        has_any = bool(self._launched) or any(self._arrived.values())
+        used_here = [i in self._launched or s in self._arrived[i] for i, s in self._flags]
+        if has_any:
+            self._launch_rest()
+        used, late, anyone_has_any = self._agree(used_here, has_any)
+        if anyone_has_any:
+            self._launch_rest()
         for index in late:
             self._launch(self._units[index], adds=True)
         while self._flying:
@@ -144,26 +152,35 @@ class Gradients:
             self._hand_over(unit, used)
         self._reset()
 
-    def _agree(self) -> tuple[list[bool], list[int]]:
+    def _launch_rest(self) -> None:
+        for index in self._order[self._position :]:
+            self._launch(self._units[index])
+        self._position = len(self._order)
+
+    def _agree(self, used_here: list[bool], has_any: bool) -> tuple[list[bool], list[int], bool]:
         """What any rank used, which reduced Units received more since (nested backwards), and the next order."""
-        used = [i in self._launched or s in self._arrived[i] for i, s in self._flags]
         late = [i in self._launched and bool(self._arrived[i]) for i in self._units]
         order = self._completed + [i for i in self._order if i not in self._completed]
         is_new = self._world.rank == 0 and order != self._order
-        flags = torch.tensor([*used, *late, is_new], dtype=torch.uint8, device=self._world.device)
+        flags = torch.tensor([*used_here, *late, has_any, is_new], dtype=torch.uint8, device=self._world.device)
         found = [bool(flag) for flag in self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()]
         if found[-1]:
             shared = torch.tensor(order, dtype=torch.int64, device=self._world.device)
             self._next_order = self._world.broadcast(shared).tolist()
         else:
             self._next_order = self._order
-        late_flags = found[len(used) : len(used) + len(late)]
-        return found[: len(used)], [i for i, is_late in zip(self._units, late_flags, strict=True) if is_late]
+        late_flags = found[len(used_here) : len(used_here) + len(late)]
+        return (
+            found[: len(used_here)],
+            [i for i, is_late in zip(self._units, late_flags, strict=True) if is_late],
+            found[-2],
+        )
 
     def _hand_over(self, unit: Unit, used: list[bool]) -> None:
-        slots = [slot for slot in range(len(unit.params)) if used[self._flags[unit.index, slot]]]
+        slots = {slot for slot in range(len(unit.params)) if used[self._flags[unit.index, slot]]}
         if not slots:
             return
+        self._held[unit.index] |= slots
         grad = unit.grad_memory()
         if self._stage.gathers_grads:
             own = unit.rank * unit.layout.shard_numel
@@ -174,7 +191,10 @@ class Gradients:
                 piece.master.grad = grad[start : start + piece.piece.numel]
 
     def abandon(self) -> None:
-        """Forget a backward that raised in its middle; what was already reduced is dropped with it."""
+        """Forget a backward that raised in its middle.
+
+        What it had already added to accumulated gradients stays, as autograd's own partial gradients would.
+        """
         while self._flying:
             self._land()
         for arrived in self._arrived.values():
@@ -194,8 +214,8 @@ class Gradients:
     def norm(self, norm_type: float) -> torch.Tensor:
         """The norm of the whole reduced gradient, the same on every rank, formed in fp64 and rounded to fp32.
 
-        Squares of fp32 values are exact in fp64, so the order of summation, and with it the partition, does not
-        show in the rounded result (`docs/numerics.md`).
+        Squares of fp32 values are exact in fp64 and their sum is good to about 1e-15, so the order of summation, and with it
+        the partition, shows in the rounded result only by rare chance (`docs/numerics.md` says how rare).
         """
         grads = [p.master.grad for unit in self._units.values() for p in unit.pieces if p.master.grad is not None]
         is_shared = self._stage.states is Held.SHARD
@@ -242,9 +262,18 @@ class Gradients:
                     bad[0] = 1
         return not bool(self._world.all_reduce(bad, dist.ReduceOp.MAX).item())
 
+    def holds(self, unit: Unit, slot: int) -> bool:
+        """Whether a parameter has a reduced gradient, also if this rank owns no piece of it."""
+        is_cleared = not any(p.master.grad is not None for u in self._units.values() for p in u.pieces)
+        own = [p.master.grad for p in unit.pieces if p.piece.slot_index == slot]
+        return any(grad is not None for grad in own) or (
+            not own and not is_cleared and slot in self._held.get(unit.index, ())
+        )
+
     def clear(self) -> None:
         """Drop every reduced gradient, as `zero_grad()` does."""
         for unit in self._units.values():
+            self._held[unit.index].clear()
             for piece in unit.pieces:
                 piece.master.grad = None
 

@@ -11,7 +11,7 @@ vector longer than its stage allows, and never let user code see one that is not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import nn
 
 from shardwise.comm import Transport, World
 from shardwise.engine.gradients import Gradients
+from shardwise.engine.nested import map_tensors
+from shardwise.engine.passage import Frame, Passage
 from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
 from shardwise.errors import (
@@ -31,55 +33,12 @@ from shardwise.errors import (
 )
 from shardwise.observe import EventLog, pause
 from shardwise.optim.scaler import LossScaler
-from shardwise.partition import Handle, Unit, UnitState
+from shardwise.partition import Handle, Unit, UnitState, flat_values
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger
 
 Entry = tuple[Unit, tuple[int, ...]]
 """A Unit a module opens, and which of its parameters the module itself holds."""
-
-
-class Passage:
-    """One forward call's way back: Units are gathered when its output's gradient comes, released when its inputs' are there."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._units: tuple[tuple[Unit, int], ...] = ()
-        self._nested: tuple[tuple[Unit, int], ...] = ()
-        self._num_missing = 0
-
-    def watch(self, inputs: Any) -> None:
-        """Close when all inputs that need a gradient have theirs; without any, the end of backward closes."""
-        tensors = [t for t in tensors_in(inputs) if t.requires_grad]
-        self._num_missing = len(tensors)
-        for tensor in tensors:
-            tensor.register_hook(self._close)
-
-    def guard(self, output: Any, units: Sequence[Unit], nested: Sequence[Unit]) -> None:
-        """Have autograd call before it runs the backward of anything this call computed."""
-        self._units = tuple((unit, unit.version) for unit in units)
-        self._nested = tuple((unit, unit.version) for unit in nested)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._open)
-
-    def _open(self, _: torch.Tensor) -> None:
-        self._runtime.before_backward(self._units, self._nested, self)
-
-    def _close(self, _: torch.Tensor) -> None:
-        self._num_missing -= 1
-        if self._num_missing == 0:
-            self._runtime.release((unit for unit, _ in self._units), self)
-
-
-class Frame:
-    """One forward call that is running now."""
-
-    def __init__(self, passage: Passage | None) -> None:
-        self.passage = passage
-        self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
-        self.units: list[Unit] = []  # Units this call opened: released when its backward is over
-        self.nested: list[Unit] = []  # Units some outer call has open anyway
 
 
 class Runtime:
@@ -107,7 +66,10 @@ class Runtime:
         self._nodes: list[torch.autograd.graph.Node] = []
         self._frames: list[Frame] = []
         self._in_backward = False
+        self._has_scaled = False  # the loss scale has entered the backward that runs now
+        self._num_gathered_contexts = 0
         self._loading: Window | None = None
+        self._loading_depth = 0
         self._skips_step = False
         self.num_steps = 0
         self.num_skipped_steps = 0
@@ -116,7 +78,7 @@ class Runtime:
         """Take charge of the Units and listen for their gradients."""
         self.units = units
         self.gradients = Gradients(
-            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._complete
+            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._free
         )
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
@@ -142,16 +104,17 @@ class Runtime:
 
     # -- forward ----------------------------------------------------------------------------------------------
 
-    def enter(self, entries: Sequence[Entry], inputs: Any) -> None:
-        """A module's forward begins: make its Units usable."""
-        if self._in_backward and not _is_inside_autograd():
-            self._abandon_backward()
+    def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
+        """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
+        if not _is_inside_autograd() and (self._in_backward or (is_root and self._frames)):
+            self._start_afresh()  # the last backward, or a forward that was interrupted, never ended
         frame = Frame(Passage(self) if torch.is_grad_enabled() else None)
         self._frames.append(frame)
         for unit, slots in entries:
             self._open(unit, slots, frame)
         if frame.units and frame.passage is not None:
-            frame.passage.watch(inputs)
+            return frame.passage.watch(inputs)
+        return None
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         is_nested = unit.scopes > 0 and not unit.is_covered
@@ -164,11 +127,14 @@ class Runtime:
         unit.uncover()
         (frame.nested if is_nested else frame.units).append(unit)
 
-    def leave(self, output: Any, *, needs_params_in_backward: bool = True) -> None:
-        """A module's forward ended: watch for its backward, then free what nobody else is inside of."""
+    def leave(self, output: Any, *, reads_params_in_backward: bool = True) -> Any:
+        """A module's forward ended: watch for its backward, then free what nobody else is inside of.
+
+        Returns the output to hand out instead, or None.
+        """
         frame = self._frames.pop()
-        if frame.passage is not None and needs_params_in_backward:
-            frame.passage.guard(output, frame.units, frame.nested)
+        if frame.passage is not None:
+            frame.passage.guard(output, frame.units, frame.nested, reads_params=reads_params_in_backward)
         is_recomputing = _is_inside_autograd()  # then Units stay: their backward comes next
         for unit in frame.opened:
             unit.scopes -= 1
@@ -177,10 +143,33 @@ class Runtime:
                 unit.was_opened = True
             else:
                 self._free(unit)
+        is_outermost = not self._frames and not self._has_scaled
+        if self.scaler is not None and is_outermost and torch.is_grad_enabled():
+            return map_tensors(self._scale_gradient_of, output)
+        return None
+
+    def _scale_gradient_of(self, output: torch.Tensor) -> torch.Tensor:
+        """The same values; the gradient that enters the model here is multiplied by the loss scale, the loss is not."""
+        if not output.requires_grad:
+            return output
+        # A tensor of its own, so that outputs that depend on each other are scaled once; not a view, because autograd
+        # would route around its hook if the caller changed it in place.
+        own = output.clone()
+
+        def scale(grad: torch.Tensor) -> torch.Tensor:
+            self._has_scaled = True
+            return grad * self.gradients.loss_scale
+
+        own.register_hook(scale)
+        return own
 
     def gather(self, unit: Unit) -> None:
         """Shards to full, and the parameters become usable."""
-        self.start_gather(unit).wait()
+        try:
+            self.start_gather(unit).wait()
+        except BaseException:
+            unit.cancel_gather()
+            raise
         pause("gather.expose")
         unit.expose()
         self.events.emit("gathered", unit.name)
@@ -200,7 +189,7 @@ class Runtime:
 
     def _check_opened(self, unit: Unit, slot: int) -> None:
         """A gradient of a Unit that no output announced was computed from placeholders."""
-        if not (unit.is_always_full or unit.was_opened or unit.is_lookup):
+        if not (unit.is_always_full or unit.was_opened or unit.is_gathered):
             raise UnannouncedBackwardError(
                 f"backward reached parameter {unit.layout.slots[slot].name!r} of Unit {unit.name!r} (rank {self.world.rank}), but "
                 f"the outputs of {type(unit.module).__name__}.forward are not part of this loss, so its parameters were not in "
@@ -227,16 +216,17 @@ class Runtime:
         for unit, _ in units:
             unit.passages.add(passage)
 
+    def announce(self, units: Iterable[Unit]) -> None:
+        """Gradients are about to come of Units whose parameters their backward does not read."""
+        self._begin_backward()
+        for unit in units:
+            unit.was_opened = True
+
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
         """The backward of a forward call is over."""
         for unit in units:
             unit.passages.discard(passage)
             self._free(unit)
-
-    def _complete(self, unit: Unit) -> None:
-        """All gradients of a Unit are there, so every use of it is behind us."""
-        unit.passages.clear()
-        self._free(unit)
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -247,20 +237,23 @@ class Runtime:
 
     def _after_backward(self) -> None:
         self.gradients.finish()
-        self._in_backward = False
+        self._in_backward = self._has_scaled = False
         for unit in self.units:
             unit.passages.clear()
             unit.was_opened = False
             self._free(unit)
         self.events.emit("backward end")
 
-    def _abandon_backward(self) -> None:
-        """The last backward raised before it ended; start afresh."""
-        self.gradients.abandon()
-        self._in_backward = False
+    def _start_afresh(self) -> None:
+        """A forward or backward was cut short by an exception: drop what it left open."""
+        if self._in_backward:
+            self.gradients.abandon()
+        self._in_backward = self._has_scaled = False
+        for frame in self._frames:
+            for unit in frame.opened:
+                unit.scopes -= 1
         self._frames.clear()
         for unit in self.units:
-            unit.scopes = 0
             unit.was_opened = False
             unit.passages.clear()
             self._free(unit)
@@ -269,14 +262,18 @@ class Runtime:
 
     def before_step(self) -> None:
         """The optimizer is about to update shards: refuse what would be lost, and skip on overflow."""
-        if self._frames or any(unit.scopes for unit in self.units):
+        if self._num_gathered_contexts:
             raise ShardwiseError(
-                "optimizer.step() was called inside a forward pass or inside run.gathered(...): the update would be "
-                "overwritten. Leave the context first."
+                "optimizer.step() was called inside run.gathered(...): the update would be overwritten. Leave the context first."
             )
-        if self._in_backward:
-            self._abandon_backward()
+        if self._in_backward or self._frames:
+            self._start_afresh()
         for unit in self.units:
+            if unit.was_written_past_masters():
+                raise ModelError(
+                    f"parameters of Unit {unit.name!r} were changed in place, but the optimizer updates their masters, so the "
+                    "change would be lost. Make it inside `with run.gathered(module):`."
+                )
             if not unit.is_intact():
                 raise ModelError(
                     f"a parameter of Unit {unit.name!r} was given other memory after sharding (model.to(), .half(), or an "
@@ -290,6 +287,9 @@ class Runtime:
 
     def after_step(self) -> None:
         """Shards are new: round masters into them, and refresh parameters that stay whole."""
+        for unit in self.units:
+            unit.is_pinned = False
+            self._free(unit)
         if self.scaler is not None:
             self.scaler.update(found_overflow=self._skips_step)
             self.gradients.loss_scale = self.scaler.scale
@@ -305,9 +305,7 @@ class Runtime:
     def publish(self, units: Sequence[Unit]) -> None:
         """Make changed masters visible to every rank's next forward."""
         for unit in units:
-            unit.is_pinned = False
             unit.publish_master()
-            self._free(unit)
         self.transport.fence()  # every rank's shards are new from here on
         if self.stage.gathers_after_step:
             for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in units]:
@@ -336,6 +334,7 @@ class Runtime:
     @contextlib.contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep Units gathered; on leaving, write in-place changes back to the shards."""
+        self._num_gathered_contexts += 1
         versions = {}
         self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
         for unit in units:
@@ -347,6 +346,7 @@ class Runtime:
         try:
             yield
         finally:
+            self._num_gathered_contexts -= 1
             self.transport.fence()  # others may still be gathering
             for unit in units:
                 is_changed = unit.store_from_full()
@@ -364,13 +364,23 @@ class Runtime:
         self.transport.gather(unit.index, shard, full).wait()
         return full
 
-    def begin_loading(self) -> None:
-        """A state dict is about to be copied in: from here on every touch gathers its Unit."""
-        self.transport.fence()
-        self._loading = Window(self._open_window, self._close_window)
+    def begin_loading(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """A module is about to copy its part of a state dict in: keep what is exact, let every touch gather its Unit."""
+        if self._loading is None:
+            self.transport.fence()
+            self._loading = Window(self._open_window, self._close_window)
+        self._loading_depth += 1
+        for name, param in module._parameters.items():
+            value, handle = state.get(prefix + name), getattr(param, "_shardwise", None)
+            if handle is not None and isinstance(value, torch.Tensor) and value.shape == handle.unit.layout.slots[handle.index].shape:
+                stride = handle.unit.layout.slots[handle.index].stride
+                handle.unit.store(handle.index, flat_values(value.to(handle.unit.device), stride))
 
     def end_loading(self) -> None:
         """Write what was loaded back to the shards; graphs built before are out of date."""
+        self._loading_depth -= 1
+        if self._loading_depth > 0:
+            return
         if self._loading is not None:
             self._loading.close()
             self._loading = None
@@ -381,6 +391,7 @@ class Runtime:
         self.transport.fence()
 
     def _open_window(self, unit: Unit) -> None:
+        self.transport.fence()  # every rank has stored its part
         unit.scopes += 1
         self.gather(unit)
         unit.uncover()
@@ -394,14 +405,15 @@ class Runtime:
 
     # -- Owner: what a touch of a freed parameter means -------------------------------------------------------
 
-    def touch(self, unit: Unit) -> bool:
+    def touch(self, units: Sequence[Unit]) -> bool:
         """Inside a forward pass a touch gathers, as if the running module owned the parameter."""
         if self._loading is not None:
-            self._loading.touch(unit)
+            self._loading.touch(units)
             return True
-        if not self._frames or unit.state is UnitState.GATHERING:
+        if not self._frames or any(unit.state is UnitState.GATHERING for unit in units):
             return False
-        self._open(unit, range(len(unit.params)), self._frames[-1])
+        for unit in units:
+            self._open(unit, range(len(unit.params)), self._frames[-1])
         return True
 
     def remedy(self) -> str:
@@ -414,13 +426,12 @@ class Runtime:
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None before a backward, the gradient at stage 0, else an error: it is in the shards."""
         unit, slot = handle
-        pieces = [p for p in unit.pieces if p.piece.slot_index == slot and p.master.grad is not None]
-        if not pieces:
+        if not self.gradients.holds(unit, slot):
             return None
         if self.stage.gathers_grads:
             view = unit.layout.slots[slot]
-            grad = pieces[0].master.grad
-            return None if grad is None else grad.as_strided(view.shape, view.stride)
+            held = next((p.master.grad for p in unit.pieces if p.piece.slot_index == slot), None)
+            return None if held is None else held.as_strided(view.shape, view.stride)
         raise FreedParameterError(
             f".grad of parameter {unit.layout.slots[slot].name!r} (rank {self.world.rank}): the gradient was reduced and only "
             "this rank's shard of it is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, "
@@ -443,24 +454,6 @@ class Runtime:
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The number gradients are multiplied by: torch's own formula, never above one."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor inside nested containers, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return [t for _, item in value.items() for t in tensors_in(item)]
-    if isinstance(value, (list, tuple, set)):
-        return [t for item in value for t in tensors_in(item)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name, None))]
-    return []
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply `function` to every tensor inside nested containers, keeping their types."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def _is_inside_autograd() -> bool:

@@ -5,28 +5,37 @@ Used while a model is constructed and while a state dict is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardwise.partition import Unit
 
 
-class Window:
-    """Keeps the most recently touched Units gathered, at most `max_units` of them."""
+ROOM_BYTES = 32 << 20
 
-    def __init__(
-        self, gather: Callable[[Unit], None], release: Callable[[Unit], None], max_units: int = 1
-    ) -> None:
+
+class Window:
+    """Keeps the most recently touched Units gathered, within the bytes of the largest one (or `ROOM_BYTES`)."""
+
+    def __init__(self, gather: Callable[[Unit], None], release: Callable[[Unit], None]) -> None:
         self._gather = gather
         self._release = release
-        self._max_units = max_units
         self._open: list[Unit] = []
+        self._largest_bytes = 0
 
-    def touch(self, unit: Unit) -> None:
-        """Gather `unit`, after writing back and freeing the ones touched longest ago."""
-        while len(self._open) >= self._max_units:
-            self._release(self._open.pop(0))
-        self._gather(unit)
-        self._open.append(unit)
+    def touch(self, units: Sequence[Unit]) -> None:
+        """Gather all of `units` together, after writing back and freeing those touched longest ago."""
+        missing = [unit for unit in dict.fromkeys(units) if unit not in self._open]
+        self._largest_bytes = max([self._largest_bytes, *(unit.full_bytes for unit in units)])
+        needed = sum(unit.full_bytes for unit in missing)
+        while self._open and sum(u.full_bytes for u in self._open) + needed > max(self._largest_bytes, ROOM_BYTES):
+            oldest = next((unit for unit in self._open if unit not in units), None)
+            if oldest is None:
+                break  # one operation needs them all
+            self._open.remove(oldest)
+            self._release(oldest)
+        for unit in missing:
+            self._gather(unit)
+            self._open.append(unit)
 
     def close(self) -> None:
         """Write back and free everything."""

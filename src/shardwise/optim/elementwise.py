@@ -107,6 +107,9 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
     num_groups = len(optimizer.param_groups)
     on_whole = clone_optimizer(optimizer, [[whole]] + [[] for _ in range(num_groups - 1)])
     on_parts = clone_optimizer(optimizer, [list(parts)] + [[] for _ in range(num_groups - 1)])
+    for group in (*on_whole.param_groups, *on_parts.param_groups):
+        if "lr" in group:
+            group["lr"] = 0.1  # the user's may be too small for a difference to show
     for grad in grads:
         whole.grad = grad.clone()
         for part, (a, b) in zip(parts, zip(cuts, cuts[1:], strict=False), strict=True):

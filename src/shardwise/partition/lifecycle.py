@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +31,7 @@ class UnitState(enum.Enum):
 
 _MOVES = {
     UnitState.SHARDED: {UnitState.GATHERING},
-    UnitState.GATHERING: {UnitState.GATHERED},
+    UnitState.GATHERING: {UnitState.GATHERED, UnitState.SHARDED},  # back if the gather failed
     UnitState.GATHERED: {UnitState.SHARDED},
 }
 
@@ -47,8 +48,8 @@ class Owner(Protocol):
     allows_optimizer: bool
     """Whether an optimizer may be built on freed parameters (before `shard`, which then replaces them)."""
 
-    def touch(self, unit: Unit) -> bool:
-        """Gather `unit` if a touch may do that now; False means the touch is a mistake."""
+    def touch(self, units: Sequence[Unit]) -> bool:
+        """Gather `units`, all at once, if a touch may do that now; False means the touch is a mistake."""
 
     def remedy(self) -> str:
         """What the user should do instead of touching a freed parameter."""
@@ -95,7 +96,7 @@ _METADATA = frozenset(
     "shape dtype device layout requires_grad ndim names is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
     "is_mkldnn is_complex is_floating_point is_signed is_inference itemsize nbytes numel nelement size dim "
     "element_size __hash__ __dir__ grad_fn _version retains_grad _backward_hooks _post_accumulate_grad_hooks "
-    "_base _grad _is_view get_device type output_nr is_sparse_csr is_xla is_mps is_xpu is_vulkan is_maia is_ipu "
+    "_base _grad _is_view get_device output_nr is_sparse_csr is_xla is_mps is_xpu is_vulkan is_maia is_ipu "
     "is_mtia register_hook register_post_accumulate_grad_hook __torch_function__ is_shared is_pinned".split()
 )
 
@@ -119,10 +120,10 @@ class FreedParameter(ShardedParameter):
                 return func(freed[0]._shardwise.unit.blank(freed[0]._shardwise.index), *args[1:], **kwargs)
         if name == "is_leaf" and all(param._shardwise.unit.owner.allows_optimizer for param in freed):
             return True
-        for param in freed:
-            # Tied or listed twice: gathering the first occurrence changed the class of the others.
-            if isinstance(param, FreedParameter) and not param._shardwise.unit.owner.touch(param._shardwise.unit):
-                raise _touched(param, name)
+        for owner in {id(param._shardwise.unit.owner): param._shardwise.unit.owner for param in freed}.values():
+            touched = [param for param in freed if param._shardwise.unit.owner is owner]
+            if not owner.touch(list(dict.fromkeys(param._shardwise.unit for param in touched))):
+                raise _touched(touched[0], name)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -84,7 +84,6 @@ class Unit:
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
         self.was_opened = False  # some passage has gathered this Unit in the backward that runs now
-        self.is_lookup = False  # only embedding look-ups use it: their backward does not read it
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
         self.is_covered = not is_always_full and len(params) == 1 and all(
@@ -94,6 +93,7 @@ class Unit:
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
         self._classes = [managed_classes(type(p)) for p in params]
+        self._versions: list[int] = []
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
         self._full: FullBuffer | None = None
@@ -110,8 +110,14 @@ class Unit:
     def full(self) -> torch.Tensor:
         """The full vector in the compute dtype; its contents count only while gathering or gathered."""
         if self._full is None:
-            self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.device)
+            with torch.inference_mode(False):  # the first use may be an evaluation; training comes later
+                self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.device)
         return self._full.tensor
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of the full vector while it is in memory."""
+        return self.layout.numel * self.dtypes.compute.itemsize
 
     @property
     def holds_alias(self) -> bool:
@@ -190,9 +196,20 @@ class Unit:
         """
         own = self.rank * self.layout.shard_numel
         is_changed = self._store_changed(self.shard, own) if not self.holds_alias else False
-        if self.master is not self.shard and self.master is not self._full_tensor():
+        if self.has_own_master:
             is_changed |= self._store_changed(self.master, self.span.start)
+        if self.is_always_full and self.dtypes.stored != self.dtypes.compute:
+            self.full.copy_(self.full.to(self.dtypes.stored))  # compute sees what is stored, as after a step
         return is_changed
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether masters are memory of their own, beside the stored and the full parameters."""
+        return self.master is not self.shard and self.master is not self._full_tensor()
+
+    def was_written_past_masters(self) -> bool:
+        """Whether whole parameters were changed in place since the last update, where masters would overwrite that."""
+        return self.is_always_full and self.has_own_master and self._versions != [p._version for p in self.params]
 
     def _store_changed(self, target: torch.Tensor, start: int) -> bool:
         stored = self.dtypes.stored
@@ -209,7 +226,7 @@ class Unit:
 
     def publish_master(self) -> None:
         """After an optimizer step: round the masters into the stored shard (and, if it is whole, into the full)."""
-        if self.master is self.shard or self.master is self._full_tensor():
+        if not self.has_own_master:
             return
         if self.span.numel == self.layout.shard_numel:
             self.shard.copy_(self.master)
@@ -226,6 +243,7 @@ class Unit:
         self.version += 1
         if self.state is UnitState.GATHERED:
             torch.autograd.graph.increment_version(self.params)
+            self._versions = [param._version for param in self.params]
 
     # -- lifecycle --------------------------------------------------------------------------------------------
 
@@ -244,13 +262,20 @@ class Unit:
         self.state = UnitState.GATHERING
         return full
 
+    def cancel_gather(self) -> None:
+        """The gather failed: give the memory back."""
+        check_move(self.name, self.state, UnitState.SHARDED)
+        self.state = UnitState.SHARDED
+        self._give_up_full()
+
     def expose(self) -> None:
         """The full vector is filled: point the module's parameters at it."""
         check_move(self.name, self.state, UnitState.GATHERED)
         if self._views is None:
             full = self.full
             base = full.storage_offset()
-            self._views = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
+            with torch.inference_mode(False):
+                self._views = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
         for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
             param.__class__ = gathered  # first: a FreedParameter refuses to have its data set
             param.data = view
@@ -274,9 +299,16 @@ class Unit:
             param.data = blank
             param.__class__ = freed
         self.state = UnitState.SHARDED
+        self._give_up_full()
+
+    def _give_up_full(self) -> None:
         assert self._full is not None
         self._full.discard()
         self._ledger.give(self._tier, Kind.BUFFER, self._full.num_bytes)
+
+    def was_written_while_freed(self) -> bool:
+        """Whether an alias taken while gathered was written after the Unit was freed: such a write is lost."""
+        return self.state is UnitState.SHARDED and self._full is not None and not self._full.is_untouched()
 
     def adopt(self) -> None:
         """Make the module's own parameters this Unit's: from here on they are placeholders or views."""
@@ -289,6 +321,7 @@ class Unit:
         if self.is_always_full:
             self.state = UnitState.GATHERING
             self.expose()
+            self._versions = [param._version for param in self.params]
 
     def is_intact(self) -> bool:
         """Whether gathered parameters still are the views they were given (nobody assigned `.data`)."""

@@ -180,6 +180,24 @@ def compare_with_plain(
 
     `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both.
     """
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+        return _compare(
+            run, model, optimizer, plain, plain_optimizer, batch_fn, steps, max_norm, accumulate, seed
+        )
+
+
+def _compare(
+    run: SupportsParity,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plain: nn.Module,
+    plain_optimizer: torch.optim.Optimizer,
+    batch_fn: Callable[[nn.Module, int], torch.Tensor],
+    steps: int,
+    max_norm: float | None,
+    accumulate: int,
+    seed: int,
+) -> ParityReport:
     rank = dist.get_rank() if dist.is_initialized() else 0
     reference = PlainTrainer(plain, plain_optimizer, run.config.precision)
     comparison = _Comparison()

@@ -31,6 +31,10 @@ class FullBuffer(ABC):
     def discard(self) -> None:
         """Give the memory back. The tensor must not be read until the next claim and write."""
 
+    @abstractmethod
+    def is_untouched(self) -> bool:
+        """Whether nothing was written since the last discard, as far as the memory can tell."""
+
     @property
     def num_bytes(self) -> int:
         """Size when claimed."""
@@ -62,6 +66,10 @@ class MappedBuffer(FullBuffer):
         """Drop the pages; private anonymous memory, so the next read sees zeros."""
         self._map.madvise(mmap.MADV_DONTNEED, self._start, self._length)
 
+    def is_untouched(self) -> bool:
+        """Discarded pages read as zero until someone writes; reading them takes no memory."""
+        return not any(bool(part.any()) for part in self.tensor.split(1 << 22))
+
 
 class FixedBuffer(FullBuffer):
     """Memory that is there for life: the full vector of a Unit whose parameters are always whole."""
@@ -75,6 +83,10 @@ class FixedBuffer(FullBuffer):
     def discard(self) -> None:
         """It never goes away."""
         raise LifecycleError("a full vector that is kept for life was discarded: a broken invariant.")
+
+    def is_untouched(self) -> bool:
+        """It is never discarded, so it never is."""
+        return False
 
 
 class ResizedBuffer(FullBuffer):
@@ -94,6 +106,10 @@ class ResizedBuffer(FullBuffer):
     def discard(self) -> None:
         """Return the block to the caching allocator, in stream order."""
         self.tensor.untyped_storage().resize_(0)
+
+    def is_untouched(self) -> bool:
+        """A storage without bytes cannot be written."""
+        return True
 
 
 def make_full_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> FullBuffer:

@@ -1,0 +1,221 @@
+"""Dtypes of storage, compute, reduction and masters; dynamic loss scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from cases import CASES, build
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.config import LossScale
+from shardwise.engine import emulates_16_bit, resolve_dtypes
+from shardwise.optim import LossScaler
+from shardwise.testing import RankPool
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+CPU = torch.device("cpu")
+
+
+def test_dtypes_are_resolved_apart() -> None:
+    preset = sw.config.Precision.of("bf16")
+    emulated = resolve_dtypes(FP32, preset, CPU, emulates=True)
+    assert (emulated.stored, emulated.compute, emulated.reduce, emulated.master) == (BF16, FP32, FP32, FP32)
+    native = resolve_dtypes(FP32, preset, CPU, emulates=False)
+    assert (native.stored, native.compute) == (BF16, BF16)
+    chosen = resolve_dtypes(FP32, sw.Precision(param=BF16, compute=BF16, reduce=BF16, master=FP64), CPU, emulates=True)
+    assert (chosen.compute, chosen.reduce, chosen.master) == (BF16, BF16, FP64)
+    own = resolve_dtypes(BF16, sw.Precision(), CPU, emulates=True)
+    assert (own.stored, own.compute, own.master) == (BF16, BF16, FP32)
+    double = resolve_dtypes(FP64, sw.Precision(), CPU, emulates=False)
+    assert (double.stored, double.compute, double.reduce, double.master) == (FP64, FP64, FP64, FP64)
+    assert not emulates_16_bit("cpu", FP32)
+
+
+def test_loss_scaler_grows_backs_off_and_stops_at_its_minimum() -> None:
+    scaler = LossScaler(LossScale(initial=8.0, interval=2, minimum=2.0))
+    for _ in range(2):
+        scaler.update(found_overflow=False)
+    assert scaler.scale == 16.0
+    scaler.update(found_overflow=False)
+    scaler.update(found_overflow=True)
+    assert scaler.scale == 8.0 and scaler.num_good_steps == 0
+    for _ in range(9):
+        scaler.update(found_overflow=True)
+    assert scaler.scale == 2.0
+
+
+def scaling(stage: int) -> dict[str, bool]:
+    precision = sw.Precision(param=FP16, loss_scale=LossScale(initial=1024.0, interval=3))
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, precision=precision)
+    checks = {"starts": run.loss_scale == 1024.0}
+    loss = CASES["gpt"].loss(model, 0)
+    loss.backward()
+    checks["the loss itself is not scaled"] = float(loss) < 100
+    unscaled = run.grad("blocks.0.up.weight")
+    checks["gradients are unscaled"] = unscaled is not None and float(unscaled.abs().max()) < 10
+    opt.step()
+    opt.zero_grad()
+    before = {n: run.master(n) for n in ("wte.weight", "blocks.1.down.weight")}
+    state = {id(p): float(s["step"]) for p, s in opt.state.items()}
+    loss = CASES["gpt"].loss(model, 1)
+    (loss * float("inf") if torch.distributed.get_rank() == 0 else loss).backward()
+    norm = run.clip_grad_norm_(1.0)
+    checks["clipping does not raise"] = not bool(torch.isfinite(norm))
+    opt.step()  # skipped on every rank, though only one overflowed
+    opt.zero_grad()
+    checks["skipped"] = run.num_skipped_steps == 1 and run.loss_scale == 512.0
+    checks["parameters kept"] = all(torch.equal(run.master(n), v) for n, v in before.items())
+    checks["moments kept"] = all(state[id(p)] == float(s["step"]) for p, s in opt.state.items())
+    for number in range(3):
+        CASES["gpt"].loss(model, 2 + number).backward()
+        opt.step()
+        opt.zero_grad()
+    checks["grows again"] = run.loss_scale == 1024.0
+    checks["moved on"] = not torch.equal(run.master("wte.weight"), before["wte.weight"])
+    checks["reported"] = "1 steps skipped" in run.report()
+    run.close()
+    return checks
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, stage: int) -> None:
+    for checks in pool.run(scaling, stage):
+        assert all(checks.values()), checks
+
+
+class TwoOutputs(nn.Module):
+    """One output is computed from another: the scale must enter once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def test_the_scale_enters_once_when_outputs_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    model = TwoOutputs()
+    x = torch.randn(3, 6)
+    expected = torch.autograd.grad(model(x)["loss"] + model(x)["logits"].sum(), model.layer.weight)[0]
+    run = sw.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=256.0)),
+    )
+    out = model(x)
+    (out["loss"] + model(x)["logits"].sum()).backward()
+    assert torch.equal(run.grad("layer.weight"), expected)
+
+
+def test_masters_come_from_the_original_values() -> None:
+    torch.manual_seed(0)
+    model = CASES["mlp"].build()
+    expected = {n: p.detach().clone() for n, p in model.named_parameters()}
+    run = sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
+    for name, value in expected.items():
+        assert torch.equal(run.master(name), value)
+    assert not torch.equal(expected["layers.1.weight"], expected["layers.1.weight"].bfloat16().float())
+
+
+def test_compute_in_sixteen_bits_when_asked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    run = sw.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        precision=sw.Precision(param=BF16, compute=BF16),
+    )
+    out = model(torch.randn(2, 4))
+    assert out.dtype == BF16
+    out.float().sum().backward()
+    grad = run.grad("0.weight")
+    assert grad is not None and grad.dtype == FP32
+    assert "emulates" not in run.report()
+
+
+def test_the_report_says_when_sixteen_bits_are_emulated() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    run = sw.shard(model, stage=3, precision="bf16")
+    if emulates_16_bit("cpu", BF16):
+        assert "this CPU emulates bfloat16 products, so compute runs in float32" in run.report()
+    else:
+        assert "compute bfloat16" in run.report()
+
+
+def test_a_sixteen_bit_model_keeps_its_own_dtype() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, optimizer, stage=2)
+    model(torch.randn(2, 4).bfloat16()).float().sum().backward()
+    optimizer.step()
+    assert run.master("0.weight").dtype == FP32
+    assert run.full_state_dict()["0.weight"].dtype == BF16
+
+
+def test_double_precision() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, optimizer, stage=3)
+    model(torch.randn(2, 4).double()).sum().backward()
+    optimizer.step()
+    assert run.master("0.weight").dtype == FP64
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    parts: list[torch.Tensor]
+
+
+class Dataclassed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        x = self.inner(x)
+        return Output(x.square().mean(), [x.sum(), x.mean()])
+
+
+@pytest.mark.parametrize("entry", ["forward", "submodule", "method", "in place", "reentrant"])
+def test_the_scale_enters_once_by_every_door(entry: str) -> None:
+    torch.manual_seed(0)
+    model = Dataclassed()
+    x = torch.randn(3, 6)
+
+    def loss() -> torch.Tensor:
+        if entry == "submodule":
+            return model.blocks[1](model.blocks[0](x).detach()).square().mean()
+        if entry == "method":
+            return model.inner(x).square().mean()
+        if entry == "in place":
+            return model.blocks[1](x).mul_(2.0).sum()
+        if entry == "reentrant":
+            return checkpoint(lambda t: model(t).loss, x.clone().requires_grad_(), use_reentrant=True)
+        out = model(x)
+        return out.loss + out.parts[0] + 2 * out.parts[1]
+
+    expected = torch.autograd.grad(loss(), model.blocks[1].weight)[0] if entry != "reentrant" else None
+    if expected is None:
+        loss().backward()
+        expected = model.blocks[1].weight.grad
+    run = sw.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        methods=("inner",),
+        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=256.0)),
+    )
+    loss().backward()
+    assert torch.equal(run.grad("blocks.1.weight"), expected)
