@@ -74,7 +74,7 @@ def launch(name: str, args: argparse.Namespace) -> dict:
             }
             out = Path(directory) / f"rank-{rank}.json"
             command = [sys.executable, __file__, "--worker", name, "--out", str(out), *passed_on(args)]
-            log = open(Path(directory) / f"rank-{rank}.log", "w")
+            log = open(Path(directory) / f"rank-{rank}.log", "w")  # noqa: SIM115  closed after the process
             processes.append((subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT), out, log))
         deadline = time.monotonic() + args.timeout_s
         try:
@@ -113,11 +113,11 @@ def passed_on(args: argparse.Namespace) -> list[str]:
 def work(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(HERE))
     import torch
-    from systems import SYSTEMS, start_group
 
     from shardwise.observe import MemorySampler, process_memory
     from shardwise.planner import gpt_activation_bytes
     from shardwise.testing.models import GPT, GPTConfig
+    from systems import SYSTEMS, start_group
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_group(args.worker)
@@ -186,7 +186,9 @@ def print_table(names: list[str], results: dict[str, list[dict]], args: argparse
         f"{args.shape}, fp32, {args.ranks} ranks, sequence {args.sequence}, batch {args.batch}; "
         f"medians of {args.rounds} rounds x {args.steps} steps\n"
     )
-    print("| system | step (s) | CPU (s) | x DDP time | x FSDP2 time | peak (GB) | x DDP peak | formula + base (GB) | peak / that |")
+    print(
+        "| system | step (s) | CPU (s) | x DDP time | x FSDP2 time | peak (GB) | x DDP peak | formula + base (GB) | peak / that |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in names:
         m = medians[name]

@@ -36,19 +36,17 @@ def compute_alone(model, loss_of):
 
 
 def ddp(model, loss_of):
-    """torch's replicated training."""
+    """Torch's replicated training."""
     model = nn.parallel.DistributedDataParallel(model)
     return plain_step(model, adamw(model.parameters()), loss_of)
 
 
 def zero_redundancy(model, loss_of):
-    """torch's ZeroRedundancyOptimizer on DDP: stage 1."""
+    """Torch's ZeroRedundancyOptimizer on DDP: stage 1."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return plain_step(model, optimizer, loss_of)
 
 

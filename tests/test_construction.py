@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
 from torch import nn
 
 import shardwise as sw
+from cases import CASES
 from shardwise.errors import FreedParameterError, RanksDifferError
 from shardwise.partition import FreedParameter
 from shardwise.testing import RankPool
@@ -55,7 +55,10 @@ def identical(kind: str, stage: int) -> dict[str, bool]:
     with sw.sharded_init():
         model = make()
     assert all(isinstance(p, FreedParameter) for p in model.parameters())
-    checks = {"random state": True, "names": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]}
+    checks = {
+        "random state": True,
+        "names": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
+    }
     expected = torch.rand(3)
     plain_again = make()
     checks["random state"] = bool(torch.equal(expected, torch.rand(3))) and plain_again is not None

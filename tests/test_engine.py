@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, build, generator, parity, rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from cases import CASES, build, generator, parity, rank
 from shardwise.errors import UnannouncedBackwardError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.testing.models import GPT, GPTConfig
@@ -248,9 +248,7 @@ def exception_in_the_middle(stage: int, where: str) -> ParityReport:
     handle.remove()
     del loss
     optimizers[0].zero_grad()
-    report = compare_with_plain(
-        run, model, optimizers[0], plain, optimizers[1], CASES["gpt"].loss, steps=3, accumulate=2
-    )
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], CASES["gpt"].loss, steps=3, accumulate=2)
     run.close()
     return report
 
@@ -291,9 +289,7 @@ def test_what_no_rank_used_is_left_alone(pool: RankPool, stage: int) -> None:
 def schedulers() -> list[float]:
     run, model, opt, plain, plain_opt = build("mlp", "sgd", stage=3)
     rates = []
-    pairs = [
-        (m, o, torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1.0 / (1 + k))) for m, o in ((model, opt), (plain, plain_opt))
-    ]
+    pairs = [(m, o, torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1.0 / (1 + k))) for m, o in ((model, opt), (plain, plain_opt))]
     for number in range(3):
         for m, o, scheduler in pairs:
             CASES["mlp"].loss(m, number).backward()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, OPTIMIZERS, build, generator
 from torch import nn
 
 import shardwise as sw
+from cases import CASES, OPTIMIZERS, build, generator
 from shardwise.errors import (
     ConfigError,
     ModelError,
@@ -267,7 +267,7 @@ def test_a_step_inside_gathered_is_refused() -> None:
     optimizer = torch.optim.AdamW(m.parameters())
     run = sw.shard(m, optimizer, stage=3)
     m(torch.randn(2, 13, generator=generator(0))).backward()
-    with pytest.raises(sw.ShardwiseError, match="inside run.gathered"), run.gathered():
+    with pytest.raises(sw.ShardwiseError, match=r"inside run\.gathered"), run.gathered():
         optimizer.step()
     optimizer.step()
 

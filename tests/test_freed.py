@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, build
 from torch import nn
 
+from cases import CASES, build
 from shardwise.errors import FreedParameterError
 from shardwise.partition import FreedParameter
 from shardwise.testing import RankPool
@@ -133,7 +133,7 @@ def test_reading_below_python_sees_nan(pool: RankPool) -> None:
 
 
 def gradients_on_parameters(stage: int) -> str:
-    run, model, opt, _, _ = build("gpt", "adamw", stage=stage)
+    run, model, _, _, _ = build("gpt", "adamw", stage=stage)
     assert all(p.grad is None for p in model.parameters())
     CASES["gpt"].loss(model, 0).backward()
     try:

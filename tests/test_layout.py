@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from shardwise.partition import make_layout, storage_stride
+import torch
+from torch import nn
+
+from shardwise.partition import UnitSpec, find_units, make_layout, storage_stride
 from shardwise.partition.layout import ALIGN_BYTES, BLOCK_BYTES, LARGE_SHARD_BYTES, Layout
 
 
@@ -17,10 +20,6 @@ def _random_shape(rng: random.Random) -> tuple[int, ...]:
     if kind < 0.16:
         return (rng.randrange(20_000, 400_000),)
     return tuple(rng.randrange(1, 40) for _ in range(rng.randrange(1, 4)))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return storage_stride(shape, tuple(-1 for _ in shape))
 
 
 def _check(layout: Layout, itemsize: int, world_size: int) -> None:
@@ -40,7 +39,7 @@ def _check(layout: Layout, itemsize: int, world_size: int) -> None:
         for piece in layout.pieces(rank):
             slot = layout.slots[piece.slot_index]
             assert rank * layout.shard_numel + piece.shard_start == slot.offset + piece.param_start
-            assert 0 <= piece.shard_start and piece.shard_start + piece.numel <= layout.shard_numel
+            assert piece.shard_start >= 0 and piece.shard_start + piece.numel <= layout.shard_numel
             owned.setdefault(piece.slot_index, []).append((piece.param_start, piece.numel))
     for index, slot in enumerate(layout.slots):  # every element is owned exactly once, in rank order
         at = 0
@@ -66,23 +65,62 @@ def _check_cover(layout: Layout, rng: random.Random) -> None:
     assert at == stop - start
 
 
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
+
+
+def _random_model(rng: random.Random) -> nn.Module:
+    """A container of blocks with parameters of random shapes and dtypes, some frozen, some tied within or across blocks."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Module() for _ in range(rng.randrange(1, 4)))
+    made: list[nn.Parameter] = []
+    for number in range(rng.randrange(1, 12)):
+        owner = model if rng.random() < 0.2 else rng.choice(list(model.blocks))
+        if made and rng.random() < 0.2:
+            param = rng.choice(made)
+        else:
+            values = torch.empty(_random_shape(rng), dtype=rng.choice(DTYPES), device="meta")
+            param = nn.Parameter(values, requires_grad=rng.random() < 0.8)
+            made.append(param)
+        owner.register_parameter(f"p{number}", param)
+    return model
+
+
+def _check_units(model: nn.Module, specs: list[UnitSpec]) -> None:
+    placed = [id(info.param) for spec in specs for info in spec.infos]
+    assert len(placed) == len(set(placed)), "a parameter is in two Units"
+    assert set(placed) == {id(p) for p in model.parameters()}, "a parameter is in no Unit"
+    names = [name for spec in specs for info in spec.infos for name in info.names]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False)), "a tied name was lost"
+    for spec in specs:
+        assert len({info.param.dtype for info in spec.infos}) == 1, "a Unit mixes dtypes"
+        assert {info.param.requires_grad for info in spec.infos} == {spec.is_trainable}
+        for info in spec.infos:  # every user of a tied parameter is inside the module its Unit is opened at
+            assert all(name.startswith(spec.module_path) for name in info.names)
+
+
 def test_ten_thousand_random_layouts() -> None:
     rng = random.Random(0)
-    sizes = {"checked": 0, "with padding": 0, "large": 0, "rank without a piece": 0}
+    seen = {"models": 0, "ties": 0, "several dtypes": 0, "frozen": 0, "padding": 0, "large": 0, "a rank without a piece": 0}
     for number in range(10_000):
         world_size = 1 + number % 9
-        itemsize = rng.choice((2, 4, 8))
-        shapes = [_random_shape(rng) for _ in range(rng.randrange(1, 12))]
-        params = [(f"p{i}", shape, _row_major(shape)) for i, shape in enumerate(shapes)]
-        layout = make_layout(params, itemsize, world_size)
-        _check(layout, itemsize, world_size)
-        _check_cover(layout, rng)
-        sizes["checked"] += 1
-        sizes["with padding"] += layout.numel > layout.param_numel
-        sizes["large"] += layout.shard_numel * itemsize >= LARGE_SHARD_BYTES
-        sizes["rank without a piece"] += any(not layout.pieces(rank) for rank in range(world_size))
-    assert sizes["checked"] == 10_000
-    assert min(sizes.values()) > 100, f"the random layouts miss a kind: {sizes}"
+        model = _random_model(rng)
+        specs = find_units(model, None, rng.choice((1 << 10, 1 << 16, 1 << 28)))
+        _check_units(model, specs)
+        seen["models"] += 1
+        seen["ties"] += any(len(info.names) > 1 for spec in specs for info in spec.infos)
+        seen["several dtypes"] += len({info.param.dtype for spec in specs for info in spec.infos}) > 1
+        seen["frozen"] += any(not spec.is_trainable for spec in specs)
+        for spec in specs:
+            itemsize = spec.infos[0].param.dtype.itemsize
+            params = [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos]
+            layout = make_layout(params, itemsize, world_size)
+            _check(layout, itemsize, world_size)
+            _check_cover(layout, rng)
+            seen["padding"] += layout.numel > layout.param_numel
+            seen["large"] += layout.shard_numel * itemsize >= LARGE_SHARD_BYTES
+            seen["a rank without a piece"] += any(not layout.pieces(rank) for rank in range(world_size))
+    assert seen["models"] == 10_000
+    assert min(seen.values()) > 100, f"the random layouts miss a kind: {seen}"
 
 
 def test_strides_that_fill_memory_are_kept_and_others_replaced() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, build
 
+from cases import CASES, build
 from shardwise.errors import LifecycleError
 from shardwise.observe import format_bytes, process_memory
 from shardwise.planner import UnitSize, gpt_activation_bytes, plan_memory

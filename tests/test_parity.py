@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, OPTIMIZERS, build, parity
 
 import shardwise as sw
+from cases import CASES, OPTIMIZERS, build, parity
 from shardwise.observe import delays
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 
@@ -141,9 +141,8 @@ def test_two_hundred_steps_with_random_delays(pool: RankPool) -> None:
 def check_detects() -> tuple[bool, str]:
     """A comparison that cannot fail proves nothing: one changed master must show."""
     run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3)
-    with run.gathered(model.blocks[1]):
-        with torch.no_grad():
-            model.blocks[1].up.weight[0, 0] += 1e-6
+    with run.gathered(model.blocks[1]), torch.no_grad():
+        model.blocks[1].up.weight[0, 0] += 1e-6
     report = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=1)
     run.close()
     return report.is_bitwise, str(report)

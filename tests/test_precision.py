@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from cases import CASES, build
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from cases import CASES, build
 from shardwise.config import LossScale
 from shardwise.engine import emulates_16_bit, resolve_dtypes
 from shardwise.optim import LossScaler

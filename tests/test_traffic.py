@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES, build
 
+from cases import CASES, build
 from shardwise.testing import RankPool
 
 
@@ -54,11 +54,11 @@ def test_frozen_parameters_are_never_reduced(pool: RankPool) -> None:
 
 
 def sixteen_bit(stage: int) -> tuple[int, int]:
-    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, precision="bf16")
+    run, model, _, _, _ = build("gpt", "adamw", stage=stage, precision="bf16")
     CASES["gpt"].loss(model, 0).backward()
-    found = run.transport.counters.bytes, run.transport.counters.elements
+    counters = run.transport.counters
     run.close()
-    return found["gather"] if isinstance(found, dict) else found[0]["gather"], found[1]["gather"]
+    return counters.bytes["gather"], counters.elements["gather"]
 
 
 def test_sixteen_bit_shards_travel_in_sixteen_bits(pool: RankPool) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CASES
 from torch import nn
 
+from cases import CASES
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
 from shardwise.partition import find_units

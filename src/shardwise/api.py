@@ -5,87 +5,66 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Reservation, Transport, World, make_transport
-from shardwise.config import ShardConfig
-from shardwise.engine import (
-    STAGES,
-    Held,
-    Runtime,
-    attach,
-    check_methods,
-    constructing,
-    digest,
-    emulates_16_bit,
-    resolve_dtypes,
-)
-from shardwise.engine.gradients import MAX_IN_FLIGHT
-from shardwise.errors import ConfigError, ModelError, RanksDifferError
+from shardwise.comm import Transport, World
+from shardwise.config import Precision, ShardConfig, UnitRule
+from shardwise.engine import MAX_IN_FLIGHT, Runtime, assemble, constructing
+from shardwise.errors import ConfigError, ModelError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
-from shardwise.optim import (
-    LossScaler,
-    adopt_optimizer,
-    check_optimizer,
-    clone_optimizer,
-    make_pieces,
-    num_moments,
-    state_bytes,
-)
-from shardwise.partition import (
-    ParamInfo,
-    Unit,
-    UnitSpec,
-    find_units,
-    flat_values,
-    list_params,
-    make_layout,
-    storage_stride,
-)
+from shardwise.optim import clone_optimizer, num_moments, state_bytes
+from shardwise.partition import Unit, UnitSpec
 from shardwise.planner import MemoryPlan, UnitSize, plan_memory
 from shardwise.testing.parity import ParityReport, compare_with_plain
-from shardwise.tiers import Kind, Ledger, Tier
+from shardwise.tiers import Kind, Tier
 
 
 def shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, mesh: DeviceMesh | None = None, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    stage: int | None = None,
+    precision: Precision | str | None = None,
+    units: UnitRule | None = None,
+    max_unit_bytes: int = ShardConfig.max_unit_bytes,
+    exchange_bytes: int = ShardConfig.exchange_bytes,
+    methods: str | Sequence[str] = (),
+    transport: str = ShardConfig.transport,
+    timeout_s: float = ShardConfig.timeout_s,
+    mesh: DeviceMesh | None = None,
+    **unknown: Any,
 ) -> Run:
     """Partition `model` and `optimizer` in place over the ranks of this launch; return the handle.
 
-    Options are the fields of `shardwise.config.ShardConfig`; `stage` is required. `mesh` is a one-dimensional
-    DeviceMesh (default: all ranks). Every rank must call this with the same model and options.
+    `stage` is required: 0, 1, 2 or 3. The other options are explained at the fields of `shardwise.config.ShardConfig`; an
+    unknown one is refused and the nearest name suggested. `mesh` is a one-dimensional DeviceMesh (default: all ranks).
+    Every rank must call this with the same model and options.
     """
-    config = ShardConfig.of(options)
-    infos = _check_model(model)
-    check_methods(model, config.methods)
-    specs = find_units(model, config.units, config.max_unit_bytes)
-    if optimizer is not None:
-        check_optimizer(optimizer, infos)
-    world = World.of(mesh, infos[0].param.device)
-    _check_ranks_agree(world, config, infos, specs)
-    _broadcast_buffers(world, model)
-    transport = make_transport(config.transport, world, config.exchange_bytes, config.timeout_s)
-    scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
-    ledger = Ledger()
-    runtime = Runtime(world, transport, STAGES[config.stage], EventLog(), scaler, ledger)
-    emulated = _emulated(world, config)
-    units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
-    memory = transport.reserve([Reservation(u.index, u.reserved_numel, u.dtypes.stored, u.holds_alias) for u in units])
-    for unit, spec, vector in zip(units, specs, memory, strict=True):
-        _fill_unit(unit, spec, vector)
-    transport.fence()  # no rank reads shards that a slower one is still filling
-    make_pieces(units)
-    if optimizer is not None:
-        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_step)
-    runtime.start(units)
-    attach(model, runtime, units, config.methods)
-    model._shardwise_run = Run(model, optimizer, config, runtime, ledger, specs)  # type: ignore[assignment]
-    run: Run = model._shardwise_run  # type: ignore[assignment]
+    config = ShardConfig.of(
+        {
+            **({} if stage is None else {"stage": stage}),
+            "precision": precision,
+            "units": units,
+            "max_unit_bytes": max_unit_bytes,
+            "exchange_bytes": exchange_bytes,
+            "methods": methods,
+            "transport": transport,
+            "timeout_s": timeout_s,
+            **unknown,
+        }
+    )
+    if getattr(model, "_shardwise_run", None) is not None:
+        raise ModelError(
+            "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
+        )
+    runtime, specs = assemble(model, optimizer, config, mesh)
+    run = Run(model, optimizer, config, runtime, specs)
+    model._shardwise_run = run  # type: ignore[assignment]
     return run
 
 
@@ -108,7 +87,6 @@ class Run:
         optimizer: torch.optim.Optimizer | None,
         config: ShardConfig,
         runtime: Runtime,
-        ledger: Ledger,
         specs: list[UnitSpec],
     ) -> None:
         self._model = model
@@ -124,7 +102,7 @@ class Run:
         self._specs = specs
         self.config = config
         """What was asked for, frozen."""
-        self.ledger = ledger
+        self.ledger = runtime.ledger
         """Bytes per tier and kind."""
 
     # -- training ---------------------------------------------------------------------------------------------
@@ -319,9 +297,10 @@ class Run:
             f"master {_short(first.master)}" + self._emulation_note(),
             "",
             format_table(["bytes per rank", "predicted", "measured peak"], rows),
-            "",
-            f"process memory now {format_bytes(process_memory().total)} (interpreter and libraries included)",
         ]
+        with contextlib.suppress(OSError):  # the kernel's account is Linux's
+            now = format_bytes(process_memory().total)
+            lines += ["", f"process memory now {now} (interpreter and libraries included)"]
         counters = runtime.transport.counters
         for operation in sorted(counters.calls):
             lines.append(
@@ -348,22 +327,10 @@ class Run:
         """
         if self._optimizer is None:
             raise ConfigError("selfcheck() needs the optimizer that was given to shard().")
-        options = {
-            "stage": self.config.stage,
-            "precision": self.config.precision,
-            "units": self.config.units,
-            "max_unit_bytes": self.config.max_unit_bytes,
-            "exchange_bytes": self.config.exchange_bytes,
-            "methods": self.config.methods,
-            "transport": self.config.transport,
-            "timeout_s": self.config.timeout_s,
-        }
         plain, plain_optimizer = self._plain_copy()
         other, other_optimizer = self._plain_copy()
-        run = shard(other, other_optimizer, mesh=self._runtime.world.mesh, **options)
-        report = compare_with_plain(
-            run, other, other_optimizer, plain, plain_optimizer, batch_fn, steps=steps, max_norm=max_norm
-        )
+        run = Run(other, other_optimizer, self.config, *assemble(other, other_optimizer, self.config, self._runtime.world.mesh))
+        report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, batch_fn, steps=steps, max_norm=max_norm)
         run.close()
         if self._runtime.world.rank == 0:
             print(report)
@@ -404,142 +371,6 @@ class Run:
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model has no run."""
         return None
-
-
-# -- construction of a run ------------------------------------------------------------------------------------
-
-
-def _check_model(model: nn.Module) -> list[ParamInfo]:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"shard() was given a {type(model).__name__}; a torch.nn.Module is needed.")
-    if getattr(model, "_shardwise_run", None) is not None:
-        raise ModelError(
-            "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
-        )
-    infos = list_params(model)
-    for info in infos:
-        handle = getattr(info.param, "_shardwise", None)
-        if handle is not None and not handle.unit.owner.allows_optimizer:
-            raise ModelError(f"parameter {info.name!r} belongs to a model that is sharded already.")
-        if info.param.is_meta:
-            raise ModelError(
-                f"parameter {info.name!r} is on the meta device and has no values. Build the model under sw.sharded_init() "
-                "instead: it needs no more memory than the shards."
-            )
-        if not info.param.is_floating_point():
-            raise ModelError(
-                f"parameter {info.name!r} has dtype {info.param.dtype}; only floating parameters can be partitioned. "
-                "Register it as a buffer."
-            )
-    for path, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ModelError(
-                f"{path!r} is an embedding with sparse=True; its gradients cannot be reduced into flat shards. Use sparse=False."
-            )
-    devices = {info.param.device for info in infos}
-    if len(devices) > 1:
-        raise ModelError(f"parameters are on several devices ({', '.join(map(str, devices))}); move the model to one.")
-    return infos
-
-
-def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:
-    """Compare options, names, shapes and values over ranks; name the first difference."""
-    mine = {
-        "options": repr((config.stage, config.precision, config.max_unit_bytes, config.exchange_bytes, config.transport)),
-        "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
-        "params": [
-            (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
-            for info in infos
-        ],
-    }
-    everyone = world.gather_objects(mine)
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if other["options"] != first["options"]:
-            raise RanksDifferError(f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}.")
-        for a, b in zip(first["params"], other["params"], strict=False):
-            if a != b:
-                what = next(w for w, x, y in zip(_COMPARED, a, b, strict=True) if x != y)
-                shown = "" if what == "values" else f": {dict(zip(_COMPARED, a))[what]} against {dict(zip(_COMPARED, b))[what]}"
-                raise RanksDifferError(
-                    f"the models of rank 0 and rank {rank} differ in the {what} of parameter {a[0]!r}{shown}. Build the same "
-                    "model on every rank: the same code, and the same seed (torch.manual_seed) or checkpoint."
-                )
-        if len(first["params"]) != len(other["params"]):
-            raise RanksDifferError(
-                f"rank 0 has {len(first['params'])} parameters, rank {rank} has {len(other['params'])}."
-            )
-        if other["units"] != first["units"]:
-            raise RanksDifferError(f"rank {rank} found other Units than rank 0; pass the same units= on every rank.")
-
-
-_COMPARED = ("name", "shape", "dtype", "requires_grad", "values")
-
-
-def _digest_of(info: ParamInfo) -> int:
-    handle = getattr(info.param, "_shardwise", None)
-    if handle is not None:
-        found: int = handle.unit.owner.digests[handle.unit][handle.index]
-        return found
-    return digest(info.param)
-
-
-def _broadcast_buffers(world: World, model: nn.Module) -> None:
-    for buffer in model.buffers():
-        world.broadcast(buffer.data)
-
-
-def _emulated(world: World, config: ShardConfig) -> bool:
-    """Whether any rank's CPU emulates the stored dtype: one answer for all ranks."""
-    dtype = config.precision.param
-    mine = dtype is not None and config.precision.compute is None and emulates_16_bit(world.device.type, dtype)
-    flag = torch.tensor([int(mine)], device=world.device)
-    return bool(world.all_reduce(flag, torch.distributed.ReduceOp.MAX).item())
-
-
-def _make_unit(
-    index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, config: ShardConfig, emulated: bool
-) -> Unit:
-    first = spec.infos[0].param
-    stage = STAGES[config.stage]
-    dtypes = resolve_dtypes(first.dtype, config.precision, first.device, emulated)
-    layout = make_layout(
-        [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
-        dtypes.stored.itemsize,
-        runtime.world.world_size,
-    )
-    return Unit(
-        index=index,
-        name=spec.name,
-        module=model.get_submodule(spec.module_path),
-        params=[info.param for info in spec.infos],
-        layout=layout,
-        rank=runtime.world.rank,
-        dtypes=dtypes,
-        device=first.device,
-        owner=runtime,
-        ledger=runtime.ledger,
-        is_trainable=spec.is_trainable,
-        is_always_full=stage.params is Held.FULL,
-        updates_full=stage.states is Held.FULL,
-    )
-
-
-def _fill_unit(unit: Unit, spec: UnitSpec, memory: torch.Tensor) -> None:
-    """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
-    unit.allocate(memory)
-    for slot, info in enumerate(spec.infos):
-        unit.store(slot, _values_of(info, unit.layout.slots[slot].stride))
-    unit.adopt()
-
-
-def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> torch.Tensor:
-    """A parameter's whole value, gathered from its construction shard if it was built under sharded_init."""
-    handle = getattr(info.param, "_shardwise", None)
-    if handle is None:
-        return flat_values(info.param, stride)
-    values: torch.Tensor = handle.unit.owner.full_values(handle.unit, handle.index)
-    return values
 
 
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:

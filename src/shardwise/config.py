@@ -142,9 +142,7 @@ class ShardConfig:
         known = [field.name for field in dataclasses.fields(ShardConfig)]
         for name in options:
             if name not in known:
-                raise ConfigError(
-                    f"shard() has no option {name!r}{_nearest(name, known)}; its options are {', '.join(known)}."
-                )
+                raise ConfigError(f"shard() has no option {name!r}{_nearest(name, known)}; its options are {', '.join(known)}.")
         if "stage" not in options:
             raise ConfigError("shard() needs stage=0, 1, 2 or 3.")
         values = dict(options)

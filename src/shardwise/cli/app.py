@@ -29,9 +29,7 @@ def train_command(
     size: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(SHAPES)}.")] = "small",
     stage: Annotated[
         int,
-        typer.Option(
-            help="0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters.", show_default=True
-        ),
+        typer.Option(help="0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters.", show_default=True),
     ] = 3,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (with loss scaling).")] = "fp32",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 60,

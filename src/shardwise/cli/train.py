@@ -127,9 +127,7 @@ def train(job: Job) -> None:
         return
     world_size = int(os.environ["WORLD_SIZE"])
     if job.ranks not in (None, world_size):
-        raise errors.ConfigError(
-            f"--ranks {job.ranks} was given to a launch of {world_size} ranks; leave it out under torchrun."
-        )
+        raise errors.ConfigError(f"--ranks {job.ranks} was given to a launch of {world_size} ranks; leave it out under torchrun.")
     _work_or_leave(job, tells=True)
 
 

@@ -9,7 +9,6 @@ x86-64 keeps; `make_transport` chooses this path there only.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -39,6 +38,7 @@ class Mailboxes:
         self._posted = [w[:size] for w in words]  # [writer][reader]: chunks posted
         self._consumed = [w[size : 2 * size] for w in words]  # [reader][writer]: chunks consumed
         self._tags = [w[2 * size :] for w in words]  # [writer][reader * SLOTS + slot]: what the chunk is for
+        self.names: dict[int, str] = {}  # what a tag is called in messages
         self._num_sent = [0] * size
         self._num_read = [0] * size
 
@@ -47,7 +47,7 @@ class Mailboxes:
         """Bytes of this rank's slots to other ranks, once they are touched."""
         return (self.world.world_size - 1) * SLOTS * self.slot_bytes
 
-    def post(self, peer: int, tag: int, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> None:
+    def post(self, peer: int, tag: int, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> None:
         """Write the next chunk for `peer`; `fill` gets the memory to write to."""
         number = self._num_sent[peer]
         consumed = self._consumed[peer]
@@ -58,7 +58,7 @@ class Mailboxes:
         self._posted[me][peer] = number + 1
         self._num_sent[peer] = number + 1
 
-    def read(self, peer: int, tag: int, numel: int, dtype: torch.dtype, use: Callable[[torch.Tensor], None]) -> None:
+    def read(self, peer: int, tag: int, numel: int, dtype: torch.dtype, use: Callable[[torch.Tensor], object]) -> None:
         """Wait for the next chunk from `peer` and hand it to `use`, which must not keep it."""
         number = self._num_read[peer]
         posted = self._posted[peer]
@@ -67,7 +67,8 @@ class Mailboxes:
         found = self._tags[peer][me * SLOTS + number % SLOTS]
         if found != tag:
             raise TransportError(
-                f"rank {me} is exchanging {_name(tag)}, rank {peer} sent {_name(found)}: the ranks disagree on the order."
+                f"rank {me} is exchanging {self._name(tag)}, rank {peer} sent {self._name(found)}: "
+                "the ranks disagree on the order."
             )
         use(self._slot(peer, me, number, numel, dtype))
         self._consumed[me][peer] = number + 1
@@ -90,12 +91,20 @@ class Mailboxes:
                 self._check_peer(peer, tag, what, now - begin, is_ready)
 
     def _check_peer(self, peer: int, tag: int, what: str, waited_s: float, is_ready: Callable[[], bool]) -> None:
-        waiting = f"rank {self.world.rank} waited {waited_s:.1f} s for rank {peer} {what} of {_name(tag)}"
-        if not os.path.exists(f"/proc/{self._segments.pids[peer]}") and not is_ready():
+        waiting = f"rank {self.world.rank} waited {waited_s:.1f} s for rank {peer} {what} of {self._name(tag)}"
+        if not _is_running(self._segments.pids[peer]) and not is_ready():
             raise TransportError(f"{waiting}; process {self._segments.pids[peer]} of rank {peer} has ended.")
         if waited_s > self._timeout_s:
             raise TransportError(f"{waiting}, longer than timeout_s={self._timeout_s:g}.")
 
+    def _name(self, tag: int) -> str:
+        return f"Unit {self.names[tag]!r}" if tag in self.names else f"Unit number {tag}"
 
-def _name(tag: int) -> str:
-    return f"Unit number {tag}"
+
+def _is_running(pid: int) -> bool:
+    """False for a process that is gone, or has ended and only waits for its parent to notice."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

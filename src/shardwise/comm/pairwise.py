@@ -102,9 +102,7 @@ class PairwiseTransport(Transport):
         if flying is not None:
             self._land(*flying, sink)
 
-    def _post(
-        self, buffers: _ExchangeSet, tag: int, shard_numel: int, start: int, numel: int, source: Source
-    ) -> None:
+    def _post(self, buffers: _ExchangeSet, tag: int, shard_numel: int, start: int, numel: int, source: Source) -> None:
         pause("reduce.post")
         buffers.works = [
             dist.irecv(buffers.receive[peer][:numel], group=self._reduce_group, tag=tag, group_src=peer)

@@ -7,7 +7,8 @@ through mailboxes on one lane, in the order in which they were started.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,6 +45,7 @@ class SharedTransport(Transport):
             starts.append(at)
             at += -(-entry.numel * entry.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
         segments = SharedSegments(self.world, at)
+        self._mail.names.update({entry.tag: entry.name for entry in reservations})
         memory = []
         for entry, start in zip(reservations, starts, strict=True):
             vectors = [segments.view(r, start, entry.numel, entry.dtype) for r in range(self.world.world_size)]
@@ -71,7 +73,7 @@ class SharedTransport(Transport):
         for start in range(0, shard.numel(), chunk):
             part = shard[start : start + chunk]
             for peer in self.world.peers():
-                self._mail.post(peer, tag, part.numel(), part.dtype, lambda slot, part=part: slot.copy_(part))  # type: ignore[misc]
+                self._mail.post(peer, tag, part.numel(), part.dtype, _copier(part))
             for peer in self.world.peers():
                 place = own_slice(self.world, full, peer)[start : start + part.numel()]
                 self._mail.read(peer, tag, part.numel(), part.dtype, place.copy_)
@@ -96,17 +98,13 @@ class SharedTransport(Transport):
             self._sum_chunk(tag, shard_numel, start, total[:numel], wire, source)
             sink(start, total[:numel])
 
-    def _post_chunk(
-        self, tag: int, shard_numel: int, start: int, numel: int, wire: torch.dtype, source: Source
-    ) -> None:
+    def _post_chunk(self, tag: int, shard_numel: int, start: int, numel: int, wire: torch.dtype, source: Source) -> None:
         pause("reduce.post")
         for peer in self.world.peers():
             at = peer * shard_numel + start
-            self._mail.post(peer, tag, numel, wire, lambda slot, at=at: source(at, slot))  # type: ignore[misc]
+            self._mail.post(peer, tag, numel, wire, functools.partial(source, at))
 
-    def _sum_chunk(
-        self, tag: int, shard_numel: int, start: int, total: torch.Tensor, wire: torch.dtype, source: Source
-    ) -> None:
+    def _sum_chunk(self, tag: int, shard_numel: int, start: int, total: torch.Tensor, wire: torch.dtype, source: Source) -> None:
         pause("reduce.land")
         rank, size = self.world.rank, self.world.world_size
         own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
@@ -151,3 +149,7 @@ class SharedTransport(Transport):
     def close(self) -> None:
         """End the lane; memory goes with the last reference."""
         self._lane.close()
+
+
+def _copier(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    return lambda slot: slot.copy_(values)

@@ -25,6 +25,7 @@ class Reservation:
     """Memory a Unit asks for: its shard, or (`is_full`) a full vector of which rank r's slice is the shard."""
 
     tag: int
+    name: str
     numel: int
     dtype: torch.dtype
     is_full: bool
@@ -72,7 +73,7 @@ class Transport(ABC):
         """Zeroed memory for the vectors that will be gathered often, where this transport can reach it best."""
         return [torch.zeros(entry.numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
 
-    def fence(self) -> None:
+    def fence(self) -> None:  # noqa: B027  two-sided transports need none
         """Return when no rank still reads shards (before they change) or still writes them (before they are read)."""
 
     @abstractmethod
@@ -99,7 +100,7 @@ class Transport(ABC):
         """Bytes of exchange buffers it will hold once it has reduced the reserved Units, all in one wire dtype."""
         return 0
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  not every transport has threads
         """End threads and give buffers back."""
 
     def _count_gather(self, shard: torch.Tensor) -> None:

@@ -29,9 +29,7 @@ class World:
         """The mesh given, or all ranks of this launch: torchrun's environment, or a world of one without it."""
         if mesh is not None:
             if mesh.ndim != 1:
-                raise ConfigError(
-                    f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass one of them, such as mesh['dp']."
-                )
+                raise ConfigError(f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass one of them, such as mesh['dp'].")
             return World(mesh, device)
         if not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:

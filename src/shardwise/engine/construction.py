@@ -122,8 +122,8 @@ class Construction:
         for unit in self.digests:
             if unit.was_written_while_freed():
                 raise ShardwiseError(
-                    f"sharded_init(): a tensor taken from a parameter of {unit.name} ({unit.layout.slots[0].name!r} or its siblings, "
-                    "through .data or a view) was written after other parameters had been touched, and the write was lost. "
+                    f"sharded_init(): a tensor taken from a parameter of {unit.name} ({unit.layout.slots[0].name!r} or its "
+                    "siblings, through .data or a view) was written after others had been touched, and the write was lost. "
                     "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
                 )
         gc.collect()  # parameters replaced by tying are cycles with their Units
@@ -163,8 +163,8 @@ def constructing(world: World) -> Iterator[Construction]:
     """Partition every module that is built inside the context."""
     construction = Construction(world)
     handles = [
-        register_module_parameter_registration_hook(construction.on_parameter),  # type: ignore[arg-type]
-        register_module_module_registration_hook(construction.on_module),  # type: ignore[arg-type]
+        register_module_parameter_registration_hook(construction.on_parameter),
+        register_module_module_registration_hook(construction.on_module),
     ]
     try:
         yield construction

@@ -35,7 +35,6 @@ class Gradients:
         stage: Stage,
         events: EventLog,
         ledger: Ledger,
-        on_complete: Callable[[Unit], None],
     ) -> None:
         self._units = {unit.index: unit for unit in units if unit.is_trainable}
         self._world = world
@@ -44,7 +43,6 @@ class Gradients:
         self._events = events
         self._ledger = ledger
         self._tier = Tier.HOST if world.device.type == "cpu" else Tier.DEVICE
-        self._on_complete = on_complete
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self._units}
         self._order = sorted(self._units, reverse=True)  # last Unit first, until a backward shows the true order
         self._next_order = self._order
@@ -74,7 +72,6 @@ class Gradients:
         if len(arrived) == len(unit.params) and unit.index not in self._launched:
             if unit.index not in self._completed:
                 self._completed.append(unit.index)
-            self._on_complete(unit)
             if self._stage.grads is Held.SHARD:
                 self._launch_ready()
 
@@ -266,9 +263,7 @@ class Gradients:
         """Whether a parameter has a reduced gradient, also if this rank owns no piece of it."""
         is_cleared = not any(p.master.grad is not None for u in self._units.values() for p in u.pieces)
         own = [p.master.grad for p in unit.pieces if p.piece.slot_index == slot]
-        return any(grad is not None for grad in own) or (
-            not own and not is_cleared and slot in self._held.get(unit.index, ())
-        )
+        return any(grad is not None for grad in own) or (not own and not is_cleared and slot in self._held.get(unit.index, ()))
 
     def clear(self) -> None:
         """Drop every reduced gradient, as `zero_grad()` does."""

@@ -169,5 +169,5 @@ def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[E
             if handle is not None:
                 found[module].update({})  # a state dict may be loaded into it alone
             if handle is not None and not handle.unit.is_always_full:
-                found[module].setdefault(handle.unit, []).append(handle.index)
+                found[module].setdefault(handle.unit, []).append(handle.slot)
     return {module: tuple((u, tuple(slots)) for u, slots in opened.items()) for module, opened in found.items()}

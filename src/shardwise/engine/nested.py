@@ -37,8 +37,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if type(value) in (list, tuple):
         return type(value)(map_tensors(function, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
+        changed = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(mapped, field.name, map_tensors(function, getattr(value, field.name)))
-        return mapped
+            object.__setattr__(changed, field.name, map_tensors(function, getattr(value, field.name)))
+        return changed
     return value

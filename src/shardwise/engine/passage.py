@@ -19,9 +19,7 @@ from shardwise.partition import ShardedParameter, Unit
 class BackwardListener(Protocol):
     """Who is told when the backward of a forward call begins and ends."""
 
-    def before_backward(
-        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage
-    ) -> None:
+    def before_backward(self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage) -> None:
         """Autograd is about to run the backward of a call; Units come with the version its graph was built on."""
 
     def announce(self, units: Iterable[Unit]) -> None:

@@ -77,9 +77,7 @@ class Runtime:
     def start(self, units: Sequence[Unit]) -> None:
         """Take charge of the Units and listen for their gradients."""
         self.units = units
-        self.gradients = Gradients(
-            units, self.world, self.transport, self.stage, self.events, self.ledger, on_complete=self._free
-        )
+        self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger)
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
         for unit in units:
@@ -191,14 +189,12 @@ class Runtime:
         """A gradient of a Unit that no output announced was computed from placeholders."""
         if not (unit.is_always_full or unit.was_opened or unit.is_gathered):
             raise UnannouncedBackwardError(
-                f"backward reached parameter {unit.layout.slots[slot].name!r} of Unit {unit.name!r} (rank {self.world.rank}), but "
-                f"the outputs of {type(unit.module).__name__}.forward are not part of this loss, so its parameters were not in "
-                "memory. The loss uses a tensor that a forward pass left on the side: return it from forward instead."
+                f"backward reached parameter {unit.layout.slots[slot].name!r} of Unit {unit.name!r} (rank {self.world.rank}), "
+                f"but the outputs of {type(unit.module).__name__}.forward are not part of this loss, so its parameters were not "
+                "in memory. The loss uses a tensor that a forward pass left on the side: return it from forward instead."
             )
 
-    def before_backward(
-        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage
-    ) -> None:
+    def before_backward(self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage) -> None:
         """Autograd is about to run the backward of a forward call that used these Units."""
         self._begin_backward()
         for unit, version in (*units, *nested):
@@ -233,7 +229,7 @@ class Runtime:
             self._in_backward = True
             self.events.emit("backward")
             # Runs when autograd has finished this backward, also if it was started by autograd.grad.
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
         self.gradients.finish()
@@ -372,9 +368,13 @@ class Runtime:
         self._loading_depth += 1
         for name, param in module._parameters.items():
             value, handle = state.get(prefix + name), getattr(param, "_shardwise", None)
-            if handle is not None and isinstance(value, torch.Tensor) and value.shape == handle.unit.layout.slots[handle.index].shape:
-                stride = handle.unit.layout.slots[handle.index].stride
-                handle.unit.store(handle.index, flat_values(value.to(handle.unit.device), stride))
+            if (
+                handle is not None
+                and isinstance(value, torch.Tensor)
+                and value.shape == handle.unit.layout.slots[handle.slot].shape
+            ):
+                stride = handle.unit.layout.slots[handle.slot].stride
+                handle.unit.store(handle.slot, flat_values(value.to(handle.unit.device), stride))
 
     def end_loading(self) -> None:
         """Write what was loaded back to the shards; graphs built before are out of date."""
@@ -425,7 +425,7 @@ class Runtime:
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None before a backward, the gradient at stage 0, else an error: it is in the shards."""
-        unit, slot = handle
+        unit, slot = handle.unit, handle.slot
         if not self.gradients.holds(unit, slot):
             return None
         if self.stage.gathers_grads:
@@ -440,7 +440,7 @@ class Runtime:
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
         """`parameter.grad = None` clears the shard's gradient too; any other value is refused."""
-        unit, slot = handle
+        unit, slot = handle.unit, handle.slot
         if grad is not None:
             raise FreedParameterError(
                 f"setting .grad of parameter {unit.layout.slots[slot].name!r}: gradients live in shards and come from "

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from shardwise.partition import Unit
 
-
 ROOM_BYTES = 32 << 20
 
 

@@ -83,9 +83,7 @@ def adopt_optimizer(
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer states that are as long as their piece (moments); step counters are left out."""
     return sum(
-        value.numel() * value.element_size()
-        for param, state in optimizer.state.items()
-        for value in _long_states(param, state)
+        value.numel() * value.element_size() for param, state in optimizer.state.items() for value in _long_states(param, state)
     )
 
 

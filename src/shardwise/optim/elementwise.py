@@ -7,6 +7,7 @@ trial runs a few steps both ways and compares; names are consulted only to give 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -26,9 +27,7 @@ _REASONS = {
 _STEPS = 3
 
 
-def clone_optimizer(
-    optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]]
-) -> torch.optim.Optimizer:
+def clone_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
     """The same optimizer class and hyperparameters over other parameters, with empty state and no hooks."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -85,9 +84,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:
         raise _refused(name, f"a trial step on a small parameter raised {type(error).__name__}: {error}") from error
     if difference is not None:
-        raise _refused(
-            name, f"updating a parameter in pieces differed from updating it whole by {difference:.3g} in a trial"
-        )
+        raise _refused(name, f"updating a parameter in pieces differed from updating it whole by {difference:.3g} in a trial")
 
 
 def _refused(name: str, reason: str) -> OptimizerError:
@@ -103,7 +100,7 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
     grads = [torch.randn(6, 8, generator=generator) * 10.0**exponent for exponent in (0, 1, -1)[:_STEPS]]
     cuts = (0, 5, 16, 48)
     whole = nn.Parameter(start.clone())
-    parts = [nn.Parameter(start.reshape(-1)[a:b].clone()) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [nn.Parameter(start.reshape(-1)[a:b].clone()) for a, b in itertools.pairwise(cuts)]
     num_groups = len(optimizer.param_groups)
     on_whole = clone_optimizer(optimizer, [[whole]] + [[] for _ in range(num_groups - 1)])
     on_parts = clone_optimizer(optimizer, [list(parts)] + [[] for _ in range(num_groups - 1)])
@@ -112,7 +109,7 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
             group["lr"] = 0.1  # the user's may be too small for a difference to show
     for grad in grads:
         whole.grad = grad.clone()
-        for part, (a, b) in zip(parts, zip(cuts, cuts[1:], strict=False), strict=True):
+        for part, (a, b) in zip(parts, itertools.pairwise(cuts), strict=True):
             part.grad = grad.reshape(-1)[a:b].clone()
         on_whole.step()
         on_parts.step()

@@ -97,9 +97,7 @@ class Layout:
         return [slot.offset for slot in self.slots]
 
 
-def make_layout(
-    params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int, world_size: int
-) -> Layout:
+def make_layout(params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int, world_size: int) -> Layout:
     """Lay out (name, shape, stride) triples for a stored element size and a world size."""
     align = ALIGN_BYTES // itemsize
     slots = []

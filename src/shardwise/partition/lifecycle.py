@@ -7,10 +7,11 @@ is not (`docs/decisions/0001-freed-parameters.md`).
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -61,11 +62,12 @@ class Owner(Protocol):
         """What assigning `parameter.grad` does."""
 
 
-class Handle(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Handle:
     """The one attribute a managed parameter carries: its Unit and its place there."""
 
     unit: Unit
-    index: int
+    slot: int
 
 
 class ShardedParameter(nn.Parameter):
@@ -74,7 +76,7 @@ class ShardedParameter(nn.Parameter):
     _shardwise: Handle
     _user_class: type[nn.Parameter] = nn.Parameter
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> torch.Tensor | None:
         """None, or an error naming the remedy if the gradient is in the shards (stage 0: the gradient)."""
         return self._shardwise.unit.owner.local_grad(self._shardwise)
@@ -93,11 +95,58 @@ class ShardedParameter(nn.Parameter):
 
 # Answered from the placeholder, which has the true shape, dtype and device and no values.
 _METADATA = frozenset(
-    "shape dtype device layout requires_grad ndim names is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
-    "is_mkldnn is_complex is_floating_point is_signed is_inference itemsize nbytes numel nelement size dim "
-    "element_size __hash__ __dir__ grad_fn _version retains_grad _backward_hooks _post_accumulate_grad_hooks "
-    "_base _grad _is_view get_device output_nr is_sparse_csr is_xla is_mps is_xpu is_vulkan is_maia is_ipu "
-    "is_mtia register_hook register_post_accumulate_grad_hook __torch_function__ is_shared is_pinned".split()
+    {
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "ndim",
+        "names",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "is_complex",
+        "is_floating_point",
+        "is_signed",
+        "is_inference",
+        "itemsize",
+        "nbytes",
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "element_size",
+        "__hash__",
+        "__dir__",
+        "grad_fn",
+        "_version",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_base",
+        "_grad",
+        "_is_view",
+        "get_device",
+        "output_nr",
+        "is_sparse_csr",
+        "is_xla",
+        "is_mps",
+        "is_xpu",
+        "is_vulkan",
+        "is_maia",
+        "is_ipu",
+        "is_mtia",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "__torch_function__",
+        "is_shared",
+        "is_pinned",
+    }
 )
 
 
@@ -105,9 +154,7 @@ class FreedParameter(ShardedParameter):
     """A parameter whose Unit is freed: shape, dtype, name and place stay; touching its values raises or gathers."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Answer metadata; let the owner gather if this touch is inside a forward; otherwise raise."""
         kwargs = kwargs or {}
         name = _name_of(func)
@@ -117,7 +164,7 @@ class FreedParameter(ShardedParameter):
         freed = [value for value in _flatten((args, kwargs)) if isinstance(value, FreedParameter)]
         if name in ("stride", "is_contiguous") and len(freed) == 1:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(freed[0]._shardwise.unit.blank(freed[0]._shardwise.index), *args[1:], **kwargs)
+                return func(freed[0]._shardwise.unit.blank(freed[0]._shardwise.slot), *args[1:], **kwargs)
         if name == "is_leaf" and all(param._shardwise.unit.owner.allows_optimizer for param in freed):
             return True
         for owner in {id(param._shardwise.unit.owner): param._shardwise.unit.owner for param in freed}.values():
@@ -126,9 +173,9 @@ class FreedParameter(ShardedParameter):
                 raise _touched(touched[0], name)
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        unit, index = self._shardwise
-        slot = unit.layout.slots[index]
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        unit = self._shardwise.unit
+        slot = unit.layout.slots[self._shardwise.slot]
         return f"FreedParameter({slot.name!r}, shape={list(slot.shape)}, dtype={self.dtype}, unit={unit.name!r})"
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -139,8 +186,8 @@ class FreedParameter(ShardedParameter):
 
 
 def _touched(param: FreedParameter, what: str) -> FreedParameterError:
-    unit, index = param._shardwise
-    slot = unit.layout.slots[index]
+    unit = param._shardwise.unit
+    slot = unit.layout.slots[param._shardwise.slot]
     return FreedParameterError(
         f"{what} on parameter {slot.name!r} (shape {list(slot.shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
         f"rank's shard is in memory outside the forward pass. {unit.owner.remedy()}"

@@ -17,7 +17,6 @@ from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes
 from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, Tier, make_full_buffer
 
-
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
 
 
@@ -86,9 +85,7 @@ class Unit:
         self.was_opened = False  # some passage has gathered this Unit in the backward that runs now
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
-        self.is_covered = not is_always_full and len(params) == 1 and all(
-            p is not params[0] for p in module._parameters.values()
-        )
+        self.is_covered = not is_always_full and len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
         self.grad: torch.Tensor | None = None
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
@@ -97,9 +94,7 @@ class Unit:
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
         self._full: FullBuffer | None = None
-        self.span = (
-            Span(0, layout.numel) if updates_full else Span(rank * layout.shard_numel, layout.shard_numel)
-        )
+        self.span = Span(0, layout.numel) if updates_full else Span(rank * layout.shard_numel, layout.shard_numel)
         self.shard: torch.Tensor
         self.master: torch.Tensor
         self.pieces: tuple[UpdatePiece, ...] = ()
@@ -335,6 +330,8 @@ def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     value = param.detach()
     if tuple(value.stride()) == stride:
         return value.as_strided((value.numel(),), (1,))
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value).as_strided(
-        (value.numel(),), (1,)
+    return (
+        torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+        .copy_(value)
+        .as_strided((value.numel(),), (1,))
     )

@@ -125,9 +125,7 @@ def _blocks_by_shape(model: nn.Module, infos: list[ParamInfo], max_unit_bytes: i
     return blocks
 
 
-def _is_repeated(
-    parent: nn.Module, child: nn.Module, sizes: dict[str, int], siblings: list[tuple[str, nn.Module]]
-) -> bool:
+def _is_repeated(parent: nn.Module, child: nn.Module, sizes: dict[str, int], siblings: list[tuple[str, nn.Module]]) -> bool:
     alike = sum(1 for path, other in siblings if type(other) is type(child) and sizes.get(path))
     is_container = isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     return is_container and alike >= 2
@@ -137,9 +135,7 @@ def _has_sized_children(path: str, module: nn.Module, sizes: dict[str, int]) -> 
     return any(sizes.get(f"{path}.{name}") for name, _ in module.named_children())
 
 
-def _place_rest(
-    model: nn.Module, path: str, rest: list[ParamInfo], max_unit_bytes: int
-) -> list[tuple[str, list[ParamInfo]]]:
+def _place_rest(model: nn.Module, path: str, rest: list[ParamInfo], max_unit_bytes: int) -> list[tuple[str, list[ParamInfo]]]:
     if not rest:
         return []
     module = model.get_submodule(path)

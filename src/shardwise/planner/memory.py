@@ -93,8 +93,7 @@ def _largest_chain(units: Sequence[UnitSize]) -> int:
     """Units are open together when one is opened at or above the other's place in the tree."""
     sizes = [(u.path, u.full_numel * u.compute_itemsize) for u in units]
     return max(
-        sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + "."))
-        for deepest, _ in sizes
+        sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + ".")) for deepest, _ in sizes
     )
 
 

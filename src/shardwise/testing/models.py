@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ class UnevenMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [13, 37, 5, 101, 3]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.empty(0, 4))
 
@@ -107,10 +108,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-                for a, b in ((3, 7), (7, 7), (7, 12))
-            )
+            *(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in ((3, 7), (7, 7), (7, 12)))
         )
         self.head = nn.Linear(12, 5)
         self.stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -22,14 +22,18 @@ from shardwise.engine import clip_factor
 class SupportsParity(Protocol):
     """The part of a run that the comparison reads."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor: ...
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the global gradient norm."""
 
-    def grad(self, name: str) -> torch.Tensor | None: ...
+    def grad(self, name: str) -> torch.Tensor | None:
+        """The full reduced gradient."""
 
-    def master(self, name: str) -> torch.Tensor: ...
+    def master(self, name: str) -> torch.Tensor:
+        """The full value that is updated."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Any:
+        """What the run was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +76,7 @@ class ParityReport:
         head = f"parity over {self.steps} steps, {self.compared_elements} elements compared: "
         if self.is_bitwise:
             return head + "equal to the last bit"
-        rows = [
-            f"  {d.quantity} at step {d.step}: {d.largest:.3e} ({d.largest_ulps:.1f} ulp)" for d in self.differences[:10]
-        ]
+        rows = [f"  {d.quantity} at step {d.step}: {d.largest:.3e} ({d.largest_ulps:.1f} ulp)" for d in self.differences[:10]]
         return "\n".join([head + f"{len(self.differences)} quantities differ", *rows])
 
 
@@ -181,9 +183,7 @@ def compare_with_plain(
     `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both.
     """
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
-        return _compare(
-            run, model, optimizer, plain, plain_optimizer, batch_fn, steps, max_norm, accumulate, seed
-        )
+        return _compare(run, model, optimizer, plain, plain_optimizer, batch_fn, steps, max_norm, accumulate, seed)
 
 
 def _compare(

@@ -52,9 +52,7 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world_size, str(self._directory), theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, self.world_size, str(self._directory), theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -126,7 +124,7 @@ def _serve(rank: int, world_size: int, directory: str, pipe: Connection) -> None
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(directory) / "store"), world_size)
+    store = dist.FileStore(str(Path(directory) / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:
         function, args, kwargs = job

@@ -1,0 +1,186 @@
+"""Puts a run together: checks everything that can be refused, then takes the parameters over, one Unit at a time.
+
+Called by `shard`. Until the first Unit is filled nothing of the user's is changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import Reservation, World, make_transport
+from shardwise.config import ShardConfig
+from shardwise.engine.digest import digest
+from shardwise.engine.hooks import attach, check_methods
+from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
+from shardwise.engine.runtime import Runtime
+from shardwise.engine.stages import STAGES, Held
+from shardwise.errors import ModelError, RanksDifferError
+from shardwise.observe import EventLog
+from shardwise.optim import LossScaler, adopt_optimizer, check_optimizer, make_pieces
+from shardwise.partition import (
+    ParamInfo,
+    Unit,
+    UnitSpec,
+    find_units,
+    flat_values,
+    list_params,
+    make_layout,
+    storage_stride,
+)
+from shardwise.tiers import Ledger
+
+
+def assemble(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ShardConfig, mesh: DeviceMesh | None
+) -> tuple[Runtime, list[UnitSpec]]:
+    """Partition `model` and `optimizer` in place and return the runtime that drives them."""
+    infos = _check_model(model)
+    check_methods(model, config.methods)
+    specs = find_units(model, config.units, config.max_unit_bytes)
+    if optimizer is not None:
+        check_optimizer(optimizer, infos)
+    world = World.of(mesh, infos[0].param.device)
+    _check_ranks_agree(world, config, infos, specs)
+    _broadcast_buffers(world, model)
+    transport = make_transport(config.transport, world, config.exchange_bytes, config.timeout_s)
+    scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
+    runtime = Runtime(world, transport, STAGES[config.stage], EventLog(), scaler, Ledger())
+    emulated = _emulated(world, config)
+    units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
+    memory = transport.reserve([Reservation(u.index, u.name, u.reserved_numel, u.dtypes.stored, u.holds_alias) for u in units])
+    for unit, spec, vector in zip(units, specs, memory, strict=True):
+        _fill_unit(unit, spec, vector)
+    transport.fence()  # no rank reads shards that a slower one is still filling
+    make_pieces(units)
+    if optimizer is not None:
+        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_step)
+    runtime.start(units)
+    attach(model, runtime, units, config.methods)
+    return runtime, specs
+
+
+def _check_model(model: nn.Module) -> list[ParamInfo]:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"shard() was given a {type(model).__name__}; a torch.nn.Module is needed.")
+    infos = list_params(model)
+    for info in infos:
+        handle = getattr(info.param, "_shardwise", None)
+        if handle is not None and not handle.unit.owner.allows_optimizer:
+            raise ModelError(f"parameter {info.name!r} belongs to a model that is sharded already.")
+        if info.param.is_meta:
+            raise ModelError(
+                f"parameter {info.name!r} is on the meta device and has no values. Build the model under sw.sharded_init() "
+                "instead: it needs no more memory than the shards."
+            )
+        if not info.param.is_floating_point():
+            raise ModelError(
+                f"parameter {info.name!r} has dtype {info.param.dtype}; only floating parameters can be partitioned. "
+                "Register it as a buffer."
+            )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelError(
+                f"{path!r} is an embedding with sparse=True; its gradients cannot be reduced into flat shards. Use sparse=False."
+            )
+    devices = {info.param.device for info in infos}
+    if len(devices) > 1:
+        raise ModelError(f"parameters are on several devices ({', '.join(map(str, devices))}); move the model to one.")
+    return infos
+
+
+def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:
+    """Compare options, names, shapes and values over ranks; name the first difference."""
+    mine = {
+        "options": repr((config.stage, config.precision, config.max_unit_bytes, config.exchange_bytes, config.transport)),
+        "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
+        "params": [
+            (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
+            for info in infos
+        ],
+    }
+    everyone = world.gather_objects(mine)
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if other["options"] != first["options"]:
+            raise RanksDifferError(f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}.")
+        for a, b in zip(first["params"], other["params"], strict=False):
+            if a != b:
+                what, ours, theirs = next(t for t in zip(_COMPARED, a, b, strict=True) if t[1] != t[2])
+                shown = "" if what == "values" else f": {ours} against {theirs}"
+                raise RanksDifferError(
+                    f"the models of rank 0 and rank {rank} differ in the {what} of parameter {a[0]!r}{shown}. Build the same "
+                    "model on every rank: the same code, and the same seed (torch.manual_seed) or checkpoint."
+                )
+        if len(first["params"]) != len(other["params"]):
+            raise RanksDifferError(f"rank 0 has {len(first['params'])} parameters, rank {rank} has {len(other['params'])}.")
+        if other["units"] != first["units"]:
+            raise RanksDifferError(f"rank {rank} found other Units than rank 0; pass the same units= on every rank.")
+
+
+_COMPARED = ("name", "shape", "dtype", "requires_grad", "values")
+
+
+def _digest_of(info: ParamInfo) -> int:
+    handle = getattr(info.param, "_shardwise", None)
+    if handle is not None:
+        found: int = handle.unit.owner.digests[handle.unit][handle.slot]
+        return found
+    return digest(info.param)
+
+
+def _broadcast_buffers(world: World, model: nn.Module) -> None:
+    for buffer in model.buffers():
+        world.broadcast(buffer.data)
+
+
+def _emulated(world: World, config: ShardConfig) -> bool:
+    """Whether any rank's CPU emulates the stored dtype: one answer for all ranks."""
+    dtype = config.precision.param
+    mine = dtype is not None and config.precision.compute is None and emulates_16_bit(world.device.type, dtype)
+    flag = torch.tensor([int(mine)], device=world.device)
+    return bool(world.all_reduce(flag, torch.distributed.ReduceOp.MAX).item())
+
+
+def _make_unit(index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, config: ShardConfig, emulated: bool) -> Unit:
+    first = spec.infos[0].param
+    stage = STAGES[config.stage]
+    dtypes = resolve_dtypes(first.dtype, config.precision, first.device, emulated)
+    layout = make_layout(
+        [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
+        dtypes.stored.itemsize,
+        runtime.world.world_size,
+    )
+    return Unit(
+        index=index,
+        name=spec.name,
+        module=model.get_submodule(spec.module_path),
+        params=[info.param for info in spec.infos],
+        layout=layout,
+        rank=runtime.world.rank,
+        dtypes=dtypes,
+        device=first.device,
+        owner=runtime,
+        ledger=runtime.ledger,
+        is_trainable=spec.is_trainable,
+        is_always_full=stage.params is Held.FULL,
+        updates_full=stage.states is Held.FULL,
+    )
+
+
+def _fill_unit(unit: Unit, spec: UnitSpec, memory: torch.Tensor) -> None:
+    """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
+    unit.allocate(memory)
+    for slot, info in enumerate(spec.infos):
+        unit.store(slot, _values_of(info, unit.layout.slots[slot].stride))
+    unit.adopt()
+
+
+def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> torch.Tensor:
+    """A parameter's whole value, gathered from its construction shard if it was built under sharded_init."""
+    handle = getattr(info.param, "_shardwise", None)
+    if handle is None:
+        return flat_values(info.param, stride)
+    values: torch.Tensor = handle.unit.owner.full_values(handle.unit, handle.slot)
+    return values
