@@ -173,7 +173,7 @@ class FreedParameter(ShardedParameter):
                 raise _touched(touched[0], name)
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         unit = self._shardwise.unit
         slot = unit.layout.slots[self._shardwise.slot]
         return f"FreedParameter({slot.name!r}, shape={list(slot.shape)}, dtype={self.dtype}, unit={unit.name!r})"
