@@ -607,3 +607,154 @@ def test_a_change_past_the_masters_is_refused() -> None:
     with pytest.raises(sw.errors.ModelError, match="the change would be lost"):
         opt.step()
     run.close()
+
+
+class SkipsAll(nn.Module):
+    """A frozen trunk and trainable layers that a rank may skip altogether."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        x = self.trunk(x)
+        for block in () if skips else self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+class SharedInput(nn.Module):
+    """Every block also reads one tensor that all of them share, and hands its own input on."""
+
+    def __init__(self, blocks: int = 8) -> None:
+        super().__init__()
+        self.memory = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(_ReadsMemory() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.memory(x)
+        for block in self.blocks:
+            x, _ = block(x, memory)
+        return x.square().mean()
+
+
+class _ReadsMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.own(x) + self.cross(memory)), x
+
+
+LAST: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
+    "a rank without any gradient": (SkipsAll, lambda m, k: m(_x(k, 3, 8).requires_grad_(), rank() == k % 3)),
+    "an input that all blocks share": (SharedInput, lambda m, k: m(_x(k, 3, 8))),
+}
+LOOPS.update(LAST)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", sorted(LAST))
+def test_more_awkward_graphs(pool: RankPool, name: str, stage: int) -> None:
+    for report in pool.run(loop, name, stage, accumulate=2):
+        assert report.is_bitwise, f"{name} stage {stage}: {report}"
+
+
+def gathered_at_once(model: nn.Module, backward: Callable[[], None], run: Any) -> int:
+    """The most Units that were gathered at the same time during a backward."""
+    run.events.clear()
+    backward()
+    now = most = 0
+    for kind, _ in run.events.listing("gathered", "free"):
+        now += 1 if kind == "gathered" else -1
+        most = max(most, now)
+    return most
+
+
+def test_backward_holds_one_block_at_a_time() -> None:
+    model = SharedInput()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, optimizer, stage=3)
+    loss = model(torch.randn(3, 8))
+    first = gathered_at_once(model, lambda: loss.backward(retain_graph=True), run)
+    second = gathered_at_once(model, loss.backward, run)  # the same graph again
+    assert (first, second) == (2, 2), "the root and one block"
+
+
+def test_a_backward_after_one_that_raised_is_not_lost() -> None:
+    torch.manual_seed(0)
+    model = CalledTwice()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, optimizer, stage=3)
+    x = torch.randn(3, 8)
+
+    class Stop(Exception):
+        pass
+
+    def stop(grad: torch.Tensor) -> None:
+        raise Stop
+
+    inner = torch.randn(3, 8, requires_grad=True)
+    broken = inner * 2
+    broken.register_hook(stop)
+    first, second = model(broken), model(x)  # both graphs are there before either is run
+    with pytest.raises(Stop):
+        first.backward()
+    second.backward()
+    plain(x).backward()
+    assert torch.equal(run.grad("blocks.0.weight"), plain.blocks[0].weight.grad)
+
+
+def test_a_load_that_raises_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = CASES["gpt"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = sw.shard(model, optimizer, stage=3)
+    state = run.full_state_dict()
+
+    def stop(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = model.blocks[2].up.register_load_state_dict_pre_hook(stop)
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(state)
+    handle.remove()
+    CASES["gpt"].loss(model, 0).backward()
+    optimizer.step()
+    with torch.no_grad():
+        plain = CASES["gpt"].build()
+        plain.load_state_dict(run.full_state_dict())
+        assert torch.equal(CASES["gpt"].loss(model, 1), CASES["gpt"].loss(plain, 1))
+    model.load_state_dict(state)
+    assert torch.equal(run.master("blocks.0.up.weight"), state["blocks.0.up.weight"])
+
+
+def test_gathered_that_fails_on_entry_and_a_forward_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = HugeTied(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, optimizer, stage=3)
+    gather = run.transport.gather
+    calls = []
+
+    def failing(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise sw.errors.TransportError("injected")
+        return gather(*args)
+
+    monkeypatch.setattr(run.transport, "gather", failing)
+    with pytest.raises(sw.errors.TransportError, match="injected"), run.gathered():
+        pass
+    monkeypatch.undo()
+    tokens = torch.randint(0, 6000, (2, 5))
+    model(tokens).backward()
+    optimizer.step()
+    with run.gathered(), torch.no_grad():
+        model(tokens)
+        assert torch.isfinite(model.table.weight.sum())
+        copied = copy.deepcopy(model)
+    assert type(copied.table.weight) is nn.Parameter

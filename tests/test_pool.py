@@ -107,3 +107,36 @@ def test_buffers_start_as_rank_zeros_and_then_are_each_ranks_own(pool: RankPool)
     first, second = pool.run(buffers)
     assert first[0] == second[0] == 1.0
     assert first[1] != second[1]
+
+
+def odd_buffers() -> list[bool]:
+    model = nn.Linear(2, 2)
+    values = [
+        torch.full((3,), rank() + 1, dtype=torch.int16),
+        torch.full((2, 3), float(rank())).t(),
+        torch.tensor(rank() == 0),
+        torch.full((2,), complex(rank(), 1)),
+    ]
+    for number, value in enumerate(values):
+        model.register_buffer(f"b{number}", value)
+    run = sw.shard(model, stage=1)
+    run.close()
+    return [bool((model.b0 == 1).all()), bool((model.b1 == 0).all()), bool(model.b2), bool((model.b3 == 1j).all())]
+
+
+def test_buffers_of_any_dtype(pool: RankPool) -> None:
+    for answers in pool.run(odd_buffers):
+        assert all(answers), answers
+
+
+def test_differences_are_told_in_units_of_the_last_place() -> None:
+    from shardwise.testing.parity import _Comparison
+
+    comparison = _Comparison()
+    one = torch.ones(1)
+    comparison.add("q", 0, one * 1000 + 2**-13, one * 1000)  # two ulps, the larger difference
+    comparison.add("q", 1, one * 1e-6 * (1 + 2**-20), one * 1e-6)  # eight ulps or so, the smaller one
+    report = comparison.report(2)
+    assert report.largest == pytest.approx(2**-13)
+    assert 7 <= report.largest_ulps <= 17
+    assert not report.is_bitwise

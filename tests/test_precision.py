@@ -219,3 +219,59 @@ def test_the_scale_enters_once_by_every_door(entry: str) -> None:
     )
     loss().backward()
     assert torch.equal(run.grad("blocks.1.weight"), expected)
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, aux: list[torch.Tensor] | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if aux is not None:
+            aux.append(x.mean())
+        return x
+
+
+def test_the_scale_stays_inside_the_model() -> None:
+    """Called twice in a row, with a layer of the user's in front, and with a gradient for the input."""
+    torch.manual_seed(0)
+    model, front = Square(), nn.Linear(6, 6)
+    x = torch.randn(3, 6, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return model(model(front(x))).square().sum()
+
+    loss().backward()
+    expected = [model.blocks[0].weight.grad, front.weight.grad, x.grad]
+    front.zero_grad()
+    x.grad = None
+    model.zero_grad()
+    run = sw.shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        stage=3,
+        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=65536.0)),
+    )
+    loss().backward()
+    found = [run.grad("blocks.0.weight"), front.weight.grad, x.grad]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_closure_with_loss_scaling_is_refused() -> None:
+    model = Square()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sw.shard(model, optimizer, stage=3, precision="fp16")
+    with pytest.raises(sw.errors.OptimizerError, match="would not be checked for overflow"):
+        optimizer.step(lambda: model(torch.randn(2, 6)).sum())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_containers_handed_to_forward_stay_the_callers(precision: str) -> None:
+    model = Square()
+    sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, precision=precision)
+    aux: list[torch.Tensor] = []
+    model(torch.randn(3, 6, requires_grad=True), aux)
+    assert len(aux) == 1

@@ -19,6 +19,10 @@ class Ticket(ABC):
     def wait(self) -> None:
         """Return when the work is done; raise what the work raised. Calling twice is allowed."""
 
+    def is_done_within(self, patience_s: float) -> bool:
+        """Whether `wait()` would not block for longer than `patience_s`."""
+        return True
+
 
 class Done(Ticket):
     """A Ticket for work that was already finished when it was handed out."""
@@ -55,6 +59,9 @@ class _Job(Ticket):
         finally:
             self._work = None  # the closure holds gradients: drop them before anyone wakes
             self._ended.set()
+
+    def is_done_within(self, patience_s: float) -> bool:
+        return self._ended.wait(patience_s)
 
     def wait(self) -> None:
         self._ended.wait()

@@ -50,8 +50,13 @@ def assemble(
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
     memory = transport.reserve([Reservation(u.index, u.name, u.reserved_numel, u.dtypes.stored, u.holds_alias) for u in units])
+    constructions = {
+        id(handle.unit.owner): handle.unit.owner for i in infos if (handle := getattr(i.param, "_shardwise", None)) is not None
+    }
     for unit, spec, vector in zip(units, specs, memory, strict=True):
         _fill_unit(unit, spec, vector)
+    for construction in constructions.values():
+        construction.release()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:
@@ -132,7 +137,10 @@ def _digest_of(info: ParamInfo) -> int:
 
 def _broadcast_buffers(world: World, model: nn.Module) -> None:
     for buffer in model.buffers():
-        world.broadcast(buffer.data)
+        if world.world_size > 1 and buffer.numel():
+            values = buffer.detach().clone(memory_format=torch.contiguous_format)
+            world.broadcast(values.view(-1).view(torch.uint8))  # bytes: gloo does not know every dtype
+            buffer.data.copy_(values)
 
 
 def _emulated(world: World, config: ShardConfig) -> bool:

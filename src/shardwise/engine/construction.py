@@ -113,6 +113,11 @@ class Construction:
         self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
 
+    def release(self) -> None:
+        """A model has been taken over: keep no vector and no thread for it."""
+        self._read = None
+        self.transport.close()
+
     def finish(self) -> None:
         """Partition what no parent registered (the model itself), and accept no more touches."""
         for module in list(self._waiting):

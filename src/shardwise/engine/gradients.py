@@ -22,6 +22,8 @@ from shardwise.tiers import Kind, Ledger, Tier
 
 MAX_IN_FLIGHT = 2
 """Reductions under way before the next one waits: bounds the gradients kept alive for them."""
+PATIENCE_S = 1.0
+"""... but not for ever: a peer that uses nothing in this backward takes part only when both have reached its end."""
 
 
 class Gradients:
@@ -84,7 +86,7 @@ class Gradients:
             self._position += 1
 
     def _launch(self, unit: Unit, *, adds: bool = False) -> None:
-        while len(self._flying) >= MAX_IN_FLIGHT:
+        while len(self._flying) >= MAX_IN_FLIGHT and self._flying[0][0].is_done_within(PATIENCE_S):
             self._land()
         arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
         self._launched.add(unit.index)
@@ -97,8 +99,10 @@ class Gradients:
     def _land(self) -> None:
         """Wait for the oldest reduction; the local gradients it held are gone then."""
         ticket, num_bytes = self._flying.popleft()
-        ticket.wait()
-        self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+        try:
+            ticket.wait()
+        finally:
+            self._ledger.give(self._tier, Kind.GRAD, num_bytes)
 
     def _sink(self, unit: Unit, adds: bool) -> Callable[[int, torch.Tensor], None]:
         grad = unit.grad_memory()
@@ -192,13 +196,19 @@ class Gradients:
 
         What it had already added to accumulated gradients stays, as autograd's own partial gradients would.
         """
+        failed: Exception | None = None
         while self._flying:
-            self._land()
+            try:
+                self._land()
+            except Exception as error:
+                failed = failed or error
         for arrived in self._arrived.values():
             self._ledger.give(self._tier, Kind.GRAD, sum(_num_bytes(grad) for grad in arrived.values()))
             arrived.clear()
         self._next_order = self._order
         self._reset()
+        if failed is not None:
+            raise failed
 
     def _reset(self) -> None:
         self._order = self._next_order

@@ -24,21 +24,37 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A copy of `value` with every tensor replaced by `function(tensor)`; types are kept."""
+    """`value` with every tensor replaced by `function(tensor)`; types are kept, and so is every container without a change.
+
+    A tensor that occurs twice is replaced by one and the same tensor.
+    """
+    return _map(function, value, {})
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):  # also mappings that mirror their items in attributes, as transformers' outputs do
-        mapped = copy.copy(value)
-        for key in list(value):
-            mapped[key] = map_tensors(function, value[key])
+        if id(value) not in done:
+            done[id(value)] = function(value)
+        return done[id(value)]
+    if isinstance(value, dict):
+        items = {key: _map(function, item, done) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        mapped = copy.copy(value)  # also mappings that mirror their items in attributes, as transformers' outputs do
+        for key, item in items.items():
+            mapped[key] = item
         return mapped
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, tuple) or type(value) is list:
+        parts = [_map(function, item, done) for item in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _map(function, getattr(value, field.name), done) for field in dataclasses.fields(value)}
+        if all(item is getattr(value, name) for name, item in fields.items()):
+            return value
         changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, map_tensors(function, getattr(value, field.name)))
+        for name, item in fields.items():
+            object.__setattr__(changed, name, item)
         return changed
     return value

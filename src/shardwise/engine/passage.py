@@ -1,8 +1,8 @@
 """One forward call and its way back: which Units it opened, and how autograd says when its backward begins and ends.
 
 Autograd runs ready nodes in reverse order of creation. A hook on a call's outputs therefore runs before anything the call
-computed, and a hook on its inputs after all of it, provided the input is itself a computed tensor: a leaf's gradient
-is delivered at once, so leaves are passed on as views, whose node is as old as the call.
+computed. For the end, every input that needs a gradient is passed on as a view: the view's node is older than everything the call
+computes and younger than everything upstream, and it is this call's own even if the input is a leaf or shared with other calls.
 """
 
 from __future__ import annotations
@@ -36,31 +36,43 @@ class Passage:
         self._listener = listener
         self._units: tuple[tuple[Unit, int], ...] = ()
         self._nested: tuple[tuple[Unit, int], ...] = ()
+        self._watched: list[torch.Tensor] = []
+        self._num_inputs = 0
         self._num_missing = 0
 
-    def watch(self, inputs: Any) -> Any:
+    def watch(self, inputs: Any, unscale: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
         """End when all inputs that need a gradient have theirs (or, without any, with the whole backward).
 
-        Returns the inputs to use instead, or None if they are fine as they are.
+        `unscale` is applied to the gradients that leave through the inputs. Returns the inputs to use instead.
         """
-        replaced = None
-        if any(_is_plain_leaf(t) for t in tensors_in(inputs)):
-            inputs = replaced = map_tensors(lambda t: t.view_as(t) if _is_plain_leaf(t) else t, inputs)
-        for tensor in tensors_in(inputs):
-            if not isinstance(tensor, ShardedParameter) and tensor.requires_grad:
-                self._num_missing += 1
-                _register_first(tensor, self._end)
-        return replaced
+
+        def own_view(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, ShardedParameter) or not tensor.requires_grad:
+                return tensor
+            view = tensor.view_as(tensor)
+            view.register_hook(self._end)
+            if unscale is not None:
+                view.register_hook(unscale)
+            self._watched.append(view)
+            return view
+
+        inputs = map_tensors(own_view, inputs)
+        self._num_inputs = self._num_missing = len(self._watched)
+        return inputs
 
     def guard(self, output: Any, units: Sequence[Unit], nested: Sequence[Unit], *, reads_params: bool) -> None:
         """Have autograd call before it runs the backward of anything this call computed."""
         self._units = tuple((unit, unit.version) for unit in units)
         self._nested = tuple((unit, unit.version) for unit in nested)
+        handed_through = {id(tensor) for tensor in self._watched}
+        self._watched = []
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and id(tensor) not in handed_through:
                 tensor.register_hook(self._begin if reads_params else self._announce)
 
     def _begin(self, _: torch.Tensor) -> None:
+        if not any(self in unit.passages for unit, _ in self._units):
+            self._num_missing = self._num_inputs  # a retained graph may be run again
         self._listener.before_backward(self._units, self._nested, self)
 
     def _announce(self, _: torch.Tensor) -> None:
@@ -77,21 +89,7 @@ class Frame:
 
     def __init__(self, passage: Passage | None) -> None:
         self.passage = passage
+        self.is_scaled = False  # the loss scale enters at this call's outputs and leaves at its inputs
         self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
         self.units: list[Unit] = []  # Units this call opened: released when its backward is over
         self.nested: list[Unit] = []  # Units some outer call has open anyway
-
-
-def _is_plain_leaf(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, ShardedParameter) and tensor.requires_grad and tensor.is_leaf
-
-
-def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Have `hook` run before those registered so far: this call's Units are freed before the ones upstream are gathered."""
-    earlier = dict(tensor._backward_hooks or {})
-    tensor.register_hook(hook)
-    hooks = tensor._backward_hooks
-    assert hooks is not None
-    for number, other in earlier.items():  # autograd walks the dictionary in order of insertion
-        del hooks[number]
-        hooks[number] = other

@@ -11,7 +11,9 @@ vector longer than its stage allows, and never let user code see one that is not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
 from shardwise.errors import (
     FreedParameterError,
+    LifecycleError,
     ModelError,
     NonFiniteGradientError,
+    OptimizerError,
     ShardwiseError,
     StaleGraphError,
     UnannouncedBackwardError,
@@ -34,7 +38,6 @@ from shardwise.errors import (
 from shardwise.observe import EventLog, pause
 from shardwise.optim.scaler import LossScaler
 from shardwise.partition import Handle, Unit, UnitState, flat_values
-from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger
 
 Entry = tuple[Unit, tuple[int, ...]]
@@ -66,7 +69,8 @@ class Runtime:
         self._nodes: list[torch.autograd.graph.Node] = []
         self._frames: list[Frame] = []
         self._in_backward = False
-        self._has_scaled = False  # the loss scale has entered the backward that runs now
+        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
+        self._scaled: set[Passage] = set()  # outermost calls whose backward runs now, between loss scale and its inverse
         self._num_gathered_contexts = 0
         self._loading: Window | None = None
         self._loading_depth = 0
@@ -104,14 +108,15 @@ class Runtime:
 
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
-        if not _is_inside_autograd() and (self._in_backward or (is_root and self._frames)):
-            self._start_afresh()  # the last backward, or a forward that was interrupted, never ended
+        if not _is_inside_autograd() and (self._in_backward or self._loading is not None or (is_root and self._frames)):
+            self._start_afresh()  # the last backward, load or forward was cut short
         frame = Frame(Passage(self) if torch.is_grad_enabled() else None)
+        frame.is_scaled = self.scaler is not None and not self._frames and not self._scaled
         self._frames.append(frame)
         for unit, slots in entries:
             self._open(unit, slots, frame)
-        if frame.units and frame.passage is not None:
-            return frame.passage.watch(inputs)
+        if frame.passage is not None and (frame.units or frame.is_scaled):
+            return frame.passage.watch(inputs, self._unscale if frame.is_scaled else None)
         return None
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
@@ -141,12 +146,15 @@ class Runtime:
                 unit.was_opened = True
             else:
                 self._free(unit)
-        is_outermost = not self._frames and not self._has_scaled
-        if self.scaler is not None and is_outermost and torch.is_grad_enabled():
-            return map_tensors(self._scale_gradient_of, output)
+        if frame.is_scaled and frame.passage is not None:
+            return map_tensors(functools.partial(self._scale_gradient_of, frame.passage), output)
         return None
 
-    def _scale_gradient_of(self, output: torch.Tensor) -> torch.Tensor:
+    def _unscale(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradients that leave the model through its inputs are the user's: not scaled."""
+        return grad / self.gradients.loss_scale
+
+    def _scale_gradient_of(self, passage: Passage, output: torch.Tensor) -> torch.Tensor:
         """The same values; the gradient that enters the model here is multiplied by the loss scale, the loss is not."""
         if not output.requires_grad:
             return output
@@ -155,7 +163,7 @@ class Runtime:
         own = output.clone()
 
         def scale(grad: torch.Tensor) -> torch.Tensor:
-            self._has_scaled = True
+            self._scaled.add(passage)
             return grad * self.gradients.loss_scale
 
         own.register_hook(scale)
@@ -163,19 +171,16 @@ class Runtime:
 
     def gather(self, unit: Unit) -> None:
         """Shards to full, and the parameters become usable."""
+        full = unit.begin_gather()
         try:
-            self.start_gather(unit).wait()
+            self.events.emit("gather", unit.name)
+            self.transport.gather(unit.index, unit.shard, full).wait()
         except BaseException:
             unit.cancel_gather()
             raise
         pause("gather.expose")
         unit.expose()
         self.events.emit("gathered", unit.name)
-
-    def start_gather(self, unit: Unit) -> Ticket:
-        """Begin filling the full vector."""
-        self.events.emit("gather", unit.name)
-        return self.transport.gather(unit.index, unit.shard, unit.begin_gather())
 
     def _free(self, unit: Unit) -> None:
         is_needed = unit.scopes > 0 or unit.is_pinned or bool(unit.passages)
@@ -220,20 +225,27 @@ class Runtime:
 
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
         """The backward of a forward call is over."""
+        self._scaled.discard(passage)
         for unit in units:
             unit.passages.discard(passage)
             self._free(unit)
 
     def _begin_backward(self) -> None:
+        if self._in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
+            self._start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
         if not self._in_backward:
             self._in_backward = True
             self.events.emit("backward")
             # Runs when autograd has finished this backward, also if it was started by autograd.grad.
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            end = _EndOfBackward(self.after_backward)
+            self._end_of_backward = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _after_backward(self) -> None:
+    def after_backward(self) -> None:
+        """Autograd has finished: reduce what is left and free everything."""
         self.gradients.finish()
-        self._in_backward = self._has_scaled = False
+        self._in_backward = False
+        self._scaled.clear()
         for unit in self.units:
             unit.passages.clear()
             unit.was_opened = False
@@ -241,10 +253,14 @@ class Runtime:
         self.events.emit("backward end")
 
     def _start_afresh(self) -> None:
-        """A forward or backward was cut short by an exception: drop what it left open."""
-        if self._in_backward:
+        """A forward, backward or load was cut short by an exception: drop what it left open."""
+        was_in_backward, self._in_backward = self._in_backward, False
+        if was_in_backward:
             self.gradients.abandon()
-        self._in_backward = self._has_scaled = False
+        self._scaled.clear()
+        if self._loading is not None:
+            self._loading_depth = 1
+            self.end_loading()
         for frame in self._frames:
             for unit in frame.opened:
                 unit.scopes -= 1
@@ -256,13 +272,18 @@ class Runtime:
 
     # -- step -------------------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
+    def before_step(self, has_closure: bool = False) -> None:
         """The optimizer is about to update shards: refuse what would be lost, and skip on overflow."""
+        if has_closure and self.scaler is not None:
+            raise OptimizerError(
+                "optimizer.step(closure) with loss scaling: gradients that the closure makes would not be checked for overflow. "
+                "Call backward() first, then optimizer.step()."
+            )
         if self._num_gathered_contexts:
             raise ShardwiseError(
                 "optimizer.step() was called inside run.gathered(...): the update would be overwritten. Leave the context first."
             )
-        if self._in_backward or self._frames:
+        if self._in_backward or self._frames or self._loading is not None:
             self._start_afresh()
         for unit in self.units:
             if unit.was_written_past_masters():
@@ -301,6 +322,8 @@ class Runtime:
     def publish(self, units: Sequence[Unit]) -> None:
         """Make changed masters visible to every rank's next forward."""
         for unit in units:
+            if unit.is_gathered and not unit.is_always_full:
+                raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")
             unit.publish_master()
         self.transport.fence()  # every rank's shards are new from here on
         if self.stage.gathers_after_step:
@@ -330,25 +353,29 @@ class Runtime:
     @contextlib.contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep Units gathered; on leaving, write in-place changes back to the shards."""
+        versions: dict[int, list[int]] = {}
         self._num_gathered_contexts += 1
-        versions = {}
-        self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
-        for unit in units:
-            unit.scopes += 1
-            if not unit.is_gathered:
-                self.gather(unit)
-            unit.uncover()
-            versions[unit.index] = [param._version for param in unit.params]
         try:
+            self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
+            for unit in units:
+                if not unit.is_gathered:
+                    self.gather(unit)
+                unit.scopes += 1
+                unit.num_contexts += 1
+                unit.uncover()
+                versions[unit.index] = [param._version for param in unit.params]
             yield
         finally:
             self._num_gathered_contexts -= 1
             self.transport.fence()  # others may still be gathering
             for unit in units:
+                if unit.index not in versions:
+                    continue  # the gather that failed, and those behind it
                 is_changed = unit.store_from_full()
                 if is_changed or versions[unit.index] != [param._version for param in unit.params]:
                     unit.changed()
                 unit.scopes -= 1
+                unit.num_contexts -= 1
                 self._free(unit)
             self.transport.fence()
 
@@ -362,6 +389,8 @@ class Runtime:
 
     def begin_loading(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """A module is about to copy its part of a state dict in: keep what is exact, let every touch gather its Unit."""
+        if self._loading is not None and not prefix:
+            self._start_afresh()  # the load before this one raised
         if self._loading is None:
             self.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
@@ -449,6 +478,16 @@ class Runtime:
         for piece in unit.pieces:
             if piece.piece.slot_index == slot:
                 piece.master.grad = None
+
+
+class _EndOfBackward:
+    """What autograd calls when a backward has ended; if that raises instead, autograd drops it and it is gone."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        self._function()
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ ROOM_BYTES = 32 << 20
 
 
 class Window:
-    """Keeps the most recently touched Units gathered, within the bytes of the largest one (or `ROOM_BYTES`)."""
+    """Keeps the Units gathered last, within the bytes of the largest one (or `ROOM_BYTES`)."""
 
     def __init__(self, gather: Callable[[Unit], None], release: Callable[[Unit], None]) -> None:
         self._gather = gather
@@ -22,7 +22,7 @@ class Window:
         self._largest_bytes = 0
 
     def touch(self, units: Sequence[Unit]) -> None:
-        """Gather all of `units` together, after writing back and freeing those touched longest ago."""
+        """Gather all of `units` together, after writing back and freeing those gathered longest ago."""
         missing = [unit for unit in dict.fromkeys(units) if unit not in self._open]
         self._largest_bytes = max([self._largest_bytes, *(unit.full_bytes for unit in units)])
         needed = sum(unit.full_bytes for unit in missing)

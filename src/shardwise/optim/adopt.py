@@ -55,7 +55,7 @@ def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
 def adopt_optimizer(
     optimizer: torch.optim.Optimizer,
     units: Sequence[Unit],
-    before_step: Callable[[], None],
+    before_step: Callable[[bool], None],
     after_step: Callable[[], None],
 ) -> None:
     """Swap parameters for pieces, in place, keeping each group's order."""
@@ -71,7 +71,8 @@ def adopt_optimizer(
         group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
 
     def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        before_step()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        before_step(closure is not None)
 
     def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         after_step()

@@ -80,6 +80,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self.version = 0  # counts changes of the parameters, so that a graph can tell it is out of date
         self.scopes = 0  # forward calls now inside this Unit
+        self.num_contexts = 0  # of which run.gathered contexts
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
         self.was_opened = False  # some passage has gathered this Unit in the backward that runs now
@@ -283,7 +284,7 @@ class Unit:
 
     def cover(self) -> None:
         """Have the next touch of a covered parameter noticed."""
-        if self.is_covered and self.state is UnitState.GATHERED:
+        if self.is_covered and self.state is UnitState.GATHERED and not self.num_contexts:
             self.params[0].__class__ = self._classes[0][1]
 
     def free(self) -> None:

@@ -38,13 +38,13 @@ class SupportsParity(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The largest element-wise difference of one quantity."""
+    """The largest element-wise difference of one quantity, and the step where it is largest."""
 
     quantity: str
     step: int
     largest: float
     largest_ulps: float
-    """In units of the last place of the reference element, where the difference is largest."""
+    """The largest over all elements and steps in units of the last place of the reference element."""
 
 
 @dataclasses.dataclass
@@ -240,6 +240,7 @@ class _Comparison:
             self.add(f"gradient {name}", step, found, expected)
 
     def add(self, quantity: str, step: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+        dtype = expected.dtype
         found, expected = found.double(), expected.double()
         self._elements += expected.numel()
         if found.shape != expected.shape:
@@ -253,11 +254,15 @@ class _Comparison:
         largest = float(gap.max())
         if largest == 0.0:
             return
-        ulp = torch.exp2(torch.floor(torch.log2(expected.abs().clamp_min(torch.finfo(torch.float32).tiny)))) * 2.0**-23
-        ulps = float((gap / ulp).max())
-        worst = self._worst.get(quantity)
-        if worst is None or largest > worst.largest:
-            self._worst[quantity] = Difference(quantity, step, largest, ulps)
+        finfo = torch.finfo(dtype)
+        ulp = torch.exp2(torch.floor(torch.log2(expected.abs().clamp_min(finfo.tiny)))) * finfo.eps
+        worst = self._worst.get(quantity, Difference(quantity, step, 0.0, 0.0))
+        self._worst[quantity] = Difference(
+            quantity,
+            step if largest > worst.largest else worst.step,
+            max(largest, worst.largest),
+            max(float((gap / ulp).max()), worst.largest_ulps),
+        )
 
     def report(self, steps: int) -> ParityReport:
         ordered = sorted(self._worst.values(), key=lambda d: d.largest, reverse=True)
