@@ -142,7 +142,7 @@ def touched_too_early() -> tuple[str, str]:
 def test_mistakes_are_named(pool: RankPool) -> None:
     for first, second in pool.run(touched_too_early):
         assert "sharded_init(): call sw.shard" in first
-        assert "differ in the values of parameter 'gain'" in second
+        assert "differ in the values of parameter 'layers.0.weight'" in second
 
 
 def test_world_of_one_and_an_exception_inside() -> None:
