@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from ranks import free_port, rank_environment
+
 SHAPES = {
     "gpt2-124m": dict(vocabulary=50257, context=1024, layers=12, heads=12, hidden=768),
     "wide": dict(vocabulary=4096, context=1024, layers=2, heads=16, hidden=2048),
@@ -34,7 +34,6 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    sys.path.insert(0, str(HERE))
     from systems import SYSTEMS
 
     names = args.only or list(SYSTEMS)
@@ -54,24 +53,11 @@ def main() -> None:
 
 
 def launch(name: str, args: argparse.Namespace) -> dict:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         processes = []
         for rank in range(args.ranks):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(args.ranks),
-                "LOCAL_WORLD_SIZE": str(args.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // args.ranks, 1)),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "CCL_LOG_LEVEL": "error",
-            }
+            env = {**rank_environment(rank, args.ranks, port), "CCL_LOG_LEVEL": "error"}
             out = Path(directory) / f"rank-{rank}.json"
             command = [sys.executable, __file__, "--worker", name, "--out", str(out), *passed_on(args)]
             log = open(Path(directory) / f"rank-{rank}.log", "w")  # noqa: SIM115  closed after the process
@@ -111,7 +97,6 @@ def passed_on(args: argparse.Namespace) -> list[str]:
 
 
 def work(args: argparse.Namespace) -> None:
-    sys.path.insert(0, str(HERE))
     import torch
 
     from shardwise.observe import MemorySampler, process_memory

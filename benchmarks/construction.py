@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from ranks import free_port, rank_environment
 
 
 def main() -> None:
@@ -29,20 +30,11 @@ def main() -> None:
     if args.out:
         work(args)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         processes = []
         for rank in range(args.ranks):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(args.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
+            env = rank_environment(rank, args.ranks, port)
             out = Path(directory) / f"{rank}.json"
             processes.append((subprocess.Popen([sys.executable, *sys.argv, "--out", str(out)], env=env), out))
         codes = [process.wait(timeout=600) for process, _ in processes]

@@ -87,8 +87,9 @@ class Passage:
 class Frame:
     """One forward call that is running now."""
 
-    def __init__(self, passage: Passage | None) -> None:
+    def __init__(self, passage: Passage | None, *, is_root: bool) -> None:
         self.passage = passage
+        self.is_root = is_root  # the whole model's own forward
         self.is_scaled = False  # the loss scale enters at this call's outputs and leaves at its inputs
         self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
         self.units: list[Unit] = []  # Units this call opened: released when its backward is over

@@ -1,7 +1,7 @@
 """One training step, in the order in which it happens. The first file to read.
 
     forward   enter -> gather -> (user code) -> leave -> free
-    backward  open passage -> gather -> (autograd) -> gradients arrive -> reduce -> close passage -> free -> after_backward
+    backward  before_backward -> gather -> (autograd) -> gradients arrive -> reduce -> release -> free -> after_backward
     step      before_step -> (user's optimizer) -> after_step -> gather again where parameters stay whole
 
 The runtime decides *when*; Units own tensors, the transport moves bytes, `Gradients` reduces. It must never hold a full
@@ -108,9 +108,10 @@ class Runtime:
 
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
-        if not _is_inside_autograd() and (self._in_backward or self._loading is not None or (is_root and self._frames)):
+        was_interrupted = is_root and any(frame.is_root for frame in self._frames)
+        if not _is_inside_autograd() and (self._in_backward or self._loading is not None or was_interrupted):
             self._start_afresh()  # the last backward, load or forward was cut short
-        frame = Frame(Passage(self) if torch.is_grad_enabled() else None)
+        frame = Frame(Passage(self) if torch.is_grad_enabled() else None, is_root=is_root)
         frame.is_scaled = self.scaler is not None and not self._frames and not self._scaled
         self._frames.append(frame)
         for unit, slots in entries:

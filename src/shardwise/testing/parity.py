@@ -182,46 +182,31 @@ def compare_with_plain(
 
     `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both.
     """
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
-        return _compare(run, model, optimizer, plain, plain_optimizer, batch_fn, steps, max_norm, accumulate, seed)
-
-
-def _compare(
-    run: SupportsParity,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plain: nn.Module,
-    plain_optimizer: torch.optim.Optimizer,
-    batch_fn: Callable[[nn.Module, int], torch.Tensor],
-    steps: int,
-    max_norm: float | None,
-    accumulate: int,
-    seed: int,
-) -> ParityReport:
     rank = dist.get_rank() if dist.is_initialized() else 0
     reference = PlainTrainer(plain, plain_optimizer, run.config.precision)
     comparison = _Comparison()
-    for step in range(steps):
-        for micro in range(accumulate):
-            number = step * accumulate + micro
-            torch.manual_seed(seed + 1000 * number + rank)
-            loss = batch_fn(model, number)
-            torch.manual_seed(seed + 1000 * number + rank)
-            expected = batch_fn(plain, number)
-            comparison.add("loss", step, loss.detach(), expected.detach())
-            loss.backward()
-            reference.backward(expected)
-        if max_norm is not None:
-            run.clip_grad_norm_(max_norm)
-        if max_norm is None:  # clipped gradients are compared through the values they lead to
-            for name, param in plain.named_parameters():
-                if param.requires_grad and param.numel():
-                    comparison.add_grad(name, step, run.grad(name), reference.gradient(name))
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step(max_norm)
-        for name, master in reference.masters.items():
-            comparison.add(f"parameter {name}", step, run.master(name), master.detach())
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+        for step in range(steps):
+            for micro in range(accumulate):
+                number = step * accumulate + micro
+                torch.manual_seed(seed + 1000 * number + rank)
+                loss = batch_fn(model, number)
+                torch.manual_seed(seed + 1000 * number + rank)
+                expected = batch_fn(plain, number)
+                comparison.add("loss", step, loss.detach(), expected.detach())
+                loss.backward()
+                reference.backward(expected)
+            if max_norm is not None:
+                run.clip_grad_norm_(max_norm)  # clipped gradients are compared through the values they lead to
+            else:
+                for name, param in plain.named_parameters():
+                    if param.requires_grad and param.numel():
+                        comparison.add_grad(name, step, run.grad(name), reference.gradient(name))
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.step(max_norm)
+            for name, master in reference.masters.items():
+                comparison.add(f"parameter {name}", step, run.master(name), master.detach())
     return comparison.report(steps)
 
 
