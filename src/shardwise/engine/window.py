@@ -10,23 +10,22 @@ from collections.abc import Callable, Sequence
 from shardwise.partition import Unit
 
 ROOM_BYTES = 32 << 20
+"""Small Units may stay gathered together up to this; a larger one is alone, unless one operation needs several."""
 
 
 class Window:
-    """Keeps the Units gathered last, within the bytes of the largest one (or `ROOM_BYTES`)."""
+    """Keeps the Units gathered last, within `ROOM_BYTES`."""
 
     def __init__(self, gather: Callable[[Unit], None], release: Callable[[Unit], None]) -> None:
         self._gather = gather
         self._release = release
         self._open: list[Unit] = []
-        self._largest_bytes = 0
 
     def touch(self, units: Sequence[Unit]) -> None:
         """Gather all of `units` together, after writing back and freeing those gathered longest ago."""
         missing = [unit for unit in dict.fromkeys(units) if unit not in self._open]
-        self._largest_bytes = max([self._largest_bytes, *(unit.full_bytes for unit in units)])
         needed = sum(unit.full_bytes for unit in missing)
-        while self._open and sum(u.full_bytes for u in self._open) + needed > max(self._largest_bytes, ROOM_BYTES):
+        while self._open and sum(u.full_bytes for u in self._open) + needed > ROOM_BYTES:
             oldest = next((unit for unit in self._open if unit not in units), None)
             if oldest is None:
                 break  # one operation needs them all

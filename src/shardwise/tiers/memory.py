@@ -67,8 +67,16 @@ class MappedBuffer(FullBuffer):
         self._map.madvise(mmap.MADV_DONTNEED, self._start, self._length)
 
     def is_untouched(self) -> bool:
-        """Discarded pages read as zero until someone writes; reading them takes no memory."""
-        return not any(bool(part.any()) for part in self.tensor.split(1 << 22))
+        """Discarded pages read as zero until someone writes."""
+        step = HUGE_PAGE_BYTES // self.tensor.element_size()
+        for number, part in enumerate(self.tensor.split(step)):
+            was_written = bool(part.any())
+            length = -(-part.numel() * part.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
+            if was_written:
+                return False
+            # Looking may have given the range a page: hand it back before the next one is looked at.
+            self._map.madvise(mmap.MADV_DONTNEED, self._start + number * HUGE_PAGE_BYTES, length)
+        return True
 
 
 class FixedBuffer(FullBuffer):
