@@ -47,13 +47,9 @@ def model() -> nn.Module:
         ({"stage": 3, "exchange_bytes": 1.5}, r"exchange_bytes=1.5"),
         ({"stage": 3, "timeout_s": 0}, r"timeout_s=0"),
         ({"stage": 3, "methods": "encode"}, r"no method 'encode'"),
-        ({"stage": 3, "transport": "nccl"}, r"NCCL process group|world"),
     ],
 )
 def test_options(options: dict[str, Any], text: str) -> None:
-    if options.get("transport") == "nccl":
-        pytest.importorskip("torch")
-        return  # a world of one needs no transport; the two-rank test below covers it
     with pytest.raises(ConfigError, match=text):
         sw.shard(model(), **options)
 
