@@ -33,6 +33,7 @@ def shard(
     units: UnitRule | None = None,
     max_unit_bytes: int = ShardConfig.max_unit_bytes,
     exchange_bytes: int = ShardConfig.exchange_bytes,
+    prefetch_bytes: int | None = ShardConfig.prefetch_bytes,
     methods: str | Sequence[str] = (),
     transport: str = ShardConfig.transport,
     timeout_s: float = ShardConfig.timeout_s,
@@ -52,6 +53,7 @@ def shard(
             "units": units,
             "max_unit_bytes": max_unit_bytes,
             "exchange_bytes": exchange_bytes,
+            "prefetch_bytes": prefetch_bytes,
             "methods": methods,
             "transport": transport,
             "timeout_s": timeout_s,
@@ -176,7 +178,7 @@ class Run:
         if not unit.is_trainable or unit.grad is None:
             return None
         has = any(p.piece.slot_index == slot and p.master.grad is not None for p in unit.pieces)
-        flag = self._runtime.world.all_reduce(
+        flag = self._runtime.transport.combine(
             torch.tensor([int(has)], device=self._runtime.world.device), torch.distributed.ReduceOp.MAX
         )
         if not flag.item():
@@ -292,7 +294,7 @@ class Run:
         first = runtime.units[0].dtypes
         lines = [
             f"shardwise: stage {self.config.stage}, rank {runtime.world.rank} of {runtime.world.world_size}, "
-            f"{len(runtime.units)} Units, transport {runtime.transport.name}",
+            f"{len(runtime.units)} Units, transport {runtime.transport.label}",
             f"stored {_short(first.stored)}, compute {_short(first.compute)}, reduce {_short(first.reduce)}, "
             f"master {_short(first.master)}" + self._emulation_note(),
             "",

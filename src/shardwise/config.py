@@ -19,7 +19,7 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module],
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MASTERS = (torch.float64, torch.float32)
-TRANSPORTS = ("auto", "shared", "pairwise", "reference", "nccl")
+TRANSPORTS = ("auto", "shared", "combined", "pairwise", "reference", "nccl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,8 @@ class ShardConfig:
     """A Unit larger than this is split if its module can be."""
     exchange_bytes: int = 24 << 20
     """Bound of all gradient exchange buffers together, whatever the model's size."""
+    prefetch_bytes: int | None = None
+    """Bound of all full vectors gathered ahead of their use, where gathers take time. None: the largest Unit; 0: no prefetch."""
     methods: tuple[str, ...] = ()
     """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
     transport: str = "auto"
@@ -124,6 +126,9 @@ class ShardConfig:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{field}={value!r} must be a whole number of at least {least} bytes.")
+        ahead = self.prefetch_bytes
+        if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0):
+            raise ConfigError(f"prefetch_bytes={ahead!r} must be a whole number of bytes, 0 for no prefetch, or None.")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds.")
         if self.transport not in TRANSPORTS:

@@ -50,3 +50,7 @@ class TransportError(ShardwiseError, RuntimeError):
 
 class MemoryBudgetError(ShardwiseError, MemoryError):
     """A reservation does not fit its tier."""
+
+
+class SharedMemoryError(MemoryBudgetError, TransportError):
+    """Ranks of one host cannot share as much memory as they need."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -22,6 +23,11 @@ class Ticket(ABC):
     def is_done_within(self, patience_s: float) -> bool:
         """Whether `wait()` would not block for longer than `patience_s`."""
         return True
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When a lane began and ended the work (`time.perf_counter`); None if no lane did."""
+        return None
 
 
 class Done(Ticket):
@@ -49,14 +55,21 @@ class _Job(Ticket):
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         self._ended = threading.Event()
+        self._span: tuple[float, float] | None = None
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        return self._span
 
     def run(self) -> None:
+        begin = time.perf_counter()
         try:
             if self._work is not None:
                 self._work()
         except BaseException as error:  # handed to the waiter, whatever it is
             self._error = error
         finally:
+            self._span = (begin, time.perf_counter())
             self._work = None  # the closure holds gradients: drop them before anyone wakes
             self._ended.set()
 

@@ -16,8 +16,8 @@ class AloneTransport(Transport):
 
     name = "alone"
 
-    def __init__(self, world: World, exchange_bytes: int) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
+        super().__init__(world, timeout_s)
         self._limit_bytes = exchange_bytes
         self._largest_shard_numel = 1 << 62
         self._buffers: dict[torch.dtype, torch.Tensor] = {}

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
-from shardwise.errors import TransportError
 from shardwise.observe import pause
 from shardwise.ticket import Deferred, Lane, Ticket
 
@@ -30,7 +30,7 @@ class _ExchangeSet:
         self.receive = {peer: torch.empty(numel, dtype=wire) for peer in world.peers()}
         self.own = torch.empty(numel, dtype=wire)
         self.total = torch.empty(numel, dtype=sum_dtype(wire))
-        self.works: list[Any] = []
+        self.works: list[tuple[Any, int]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -42,9 +42,10 @@ class PairwiseTransport(Transport):
     """Batched isend/irecv between every pair of ranks."""
 
     name = "pairwise"
+    gathers_ahead = True
 
-    def __init__(self, world: World, exchange_bytes: int) -> None:
-        super().__init__(world)
+    def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
+        super().__init__(world, timeout_s)
         self._gather_group = world.new_group()
         self._reduce_group = world.new_group()
         self._lane = Lane("shardwise-reduce")
@@ -60,22 +61,23 @@ class PairwiseTransport(Transport):
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         """Send the shard to every peer and receive theirs straight into place (or, if narrower, beside it)."""
         pause("gather.start")
+        operation = self.watch.begin("prefetch", "gather", tag)
         shard = shard.contiguous()
         is_narrow = full.dtype != shard.dtype
         arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        works = []
+        works: list[tuple[Any, int]] = []
         for peer in self.world.peers():
             place = own_slice(self.world, full, peer)
             landing = torch.empty_like(shard) if is_narrow else place
             arrivals.append((landing, place))
-            works.append(dist.irecv(landing, group=self._gather_group, tag=tag, group_src=peer))
-            works.append(dist.isend(shard, group=self._gather_group, tag=tag, group_dst=peer))
+            works.append((dist.irecv(landing, group=self._gather_group, tag=tag, group_src=peer), peer))
+            works.append((dist.isend(shard, group=self._gather_group, tag=tag, group_dst=peer), peer))
         copy_own(self.world, shard, full)
         self._count_gather(shard)
 
         def finish() -> None:
             pause("gather.wait")
-            _wait(works, "gather")
+            self.watch.wait_all(works, operation)
             if is_narrow:
                 for landing, place in arrivals:
                     place.copy_(landing)
@@ -86,37 +88,42 @@ class PairwiseTransport(Transport):
         """Exchange slices chunk by chunk on the reduce lane; totals are formed in rank order."""
         self._count_reduce(shard_numel, wire)
         pause("reduce.start")
-        return self._lane.submit(lambda: self._exchange(tag, shard_numel, wire, source, sink))
+        operation = self.watch.begin("exchange", "reduce", tag)
+        return self._lane.submit(lambda: self._exchange(operation, shard_numel, wire, source, sink))
 
-    def _exchange(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
+    def _exchange(self, operation: Operation, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
+        with self.watch.during(operation):
+            self._exchange_chunks(operation, shard_numel, wire, source, sink)
+
+    def _exchange_chunks(self, operation: Operation, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
         sets = self._exchange_sets(wire)
         chunk = sets[0].own.numel()
         flying: tuple[_ExchangeSet, int, int] | None = None
         for number, start in enumerate(range(0, shard_numel, chunk)):
             numel = min(chunk, shard_numel - start)
             buffers = sets[number % 2]
-            self._post(buffers, tag, shard_numel, start, numel, source)
+            self._post(buffers, operation.tag, shard_numel, start, numel, source)
             if flying is not None:
-                self._land(*flying, sink)
+                self._land(*flying, operation, sink)
             flying = (buffers, start, numel)
         if flying is not None:
-            self._land(*flying, sink)
+            self._land(*flying, operation, sink)
 
     def _post(self, buffers: _ExchangeSet, tag: int, shard_numel: int, start: int, numel: int, source: Source) -> None:
         pause("reduce.post")
         buffers.works = [
-            dist.irecv(buffers.receive[peer][:numel], group=self._reduce_group, tag=tag, group_src=peer)
+            (dist.irecv(buffers.receive[peer][:numel], group=self._reduce_group, tag=tag, group_src=peer), peer)
             for peer in self.world.peers()
         ]
         for peer in self.world.peers():
             out = buffers.send[peer][:numel]
             source(peer * shard_numel + start, out)
-            buffers.works.append(dist.isend(out, group=self._reduce_group, tag=tag, group_dst=peer))
+            buffers.works.append((dist.isend(out, group=self._reduce_group, tag=tag, group_dst=peer), peer))
         source(self.world.rank * shard_numel + start, buffers.own[:numel])
 
-    def _land(self, buffers: _ExchangeSet, start: int, numel: int, sink: Sink) -> None:
+    def _land(self, buffers: _ExchangeSet, start: int, numel: int, operation: Operation, sink: Sink) -> None:
         pause("reduce.land")
-        _wait(buffers.works, "reduce")
+        self.watch.wait_all(buffers.works, operation)
         parts = {**buffers.receive, self.world.rank: buffers.own}
         total = buffers.total[:numel].copy_(parts[0][:numel])
         for rank in range(1, self.world.world_size):  # rank order, whoever sums
@@ -136,6 +143,14 @@ class PairwiseTransport(Transport):
         numel = min(self._limit_bytes // self._per_element_bytes(wire), self._largest_shard_numel)
         return max(-(-numel // _GRAIN) * _GRAIN, _GRAIN)
 
+    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Gloo's own reduction: small values."""
+        return combine_by_gloo(self, values, op)
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Gloo's own broadcast."""
+        return broadcast_by_gloo(self, values)
+
     @property
     def planned_exchange_bytes(self) -> int:
         """Both sets with an fp32 wire."""
@@ -151,11 +166,17 @@ class PairwiseTransport(Transport):
         self._lane.close()
 
 
-def _wait(works: list[Any], what: str) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise TransportError(
-            f"{what} between ranks failed: {error}. A peer has probably ended or raised; see its own error."
-        ) from error
+def combine_by_gloo(transport: Transport, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Gloo's all-reduce with a limit on the wait and a name for the error; gives the same bits on every rank."""
+    operation = transport.watch.begin("meeting", "combine")
+    work = dist.all_reduce(values, op=op, group=transport.world.group, async_op=True)
+    transport.watch.wait_all([(work, -1)], operation)
+    return values
+
+
+def broadcast_by_gloo(transport: Transport, values: torch.Tensor) -> torch.Tensor:
+    """Gloo's broadcast from rank 0, likewise."""
+    operation = transport.watch.begin("meeting", "combine")
+    work = dist.broadcast(values, group_src=0, group=transport.world.group, async_op=True)
+    transport.watch.wait_all([(work, 0)], operation)
+    return values

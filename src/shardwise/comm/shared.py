@@ -1,8 +1,9 @@
-"""CPU ranks of one host: shards in shared memory, read by whoever needs them.
+"""CPU ranks of one host: shards in shared memory, read where they lie by whoever needs them.
 
-A gather is a one-sided copy of the peers' shards: no handshake, because shards change only between two fences. It cannot
-hang when ranks take different branches. Reductions, and gathers of memory that is not shared, hand constant-size chunks
-through mailboxes on one lane, in the order in which they were started.
+A full vector whose shards are whole pages is a mapping over the ranks' own shards: gathering it moves nothing at all. Other
+full vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and
+neither can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, hand constant-size
+chunks through mailboxes on one lane, in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -11,17 +12,74 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
-from shardwise.comm.mailbox import SLOTS, Mailboxes
-from shardwise.comm.segment import SharedSegments
-from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
+from shardwise.comm.meeting import Meeting
+from shardwise.comm.segment import PAGE_BYTES, SharedSegments
+from shardwise.comm.transport import Reservation, Sink, Source, Transport, combined, copy_own, own_slice, sum_dtype
+from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
 from shardwise.ticket import Done, Lane, Ticket
+from shardwise.tiers import FullBuffer
 
-MAX_CHUNK_BYTES = 1 << 20
-"""A chunk that stays in the cache between being written by one core and read by another."""
-_ALIGN_BYTES = 64
+MAX_OVERLAYS = 16_384
+"""Mappings are a resource too: Linux allows a process 65,530 of them by default."""
+
+
+class HostShards:
+    """The shards of a host's ranks, each in memory that all of them see. `world` is the whole, `host` the ranks here."""
+
+    def __init__(self, world: World, host: World) -> None:
+        self._world = world
+        self._host = host
+        self._segments: SharedSegments | None = None
+        self._shards: dict[int, list[torch.Tensor]] = {}
+        self._starts: dict[int, int] = {}
+
+    def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
+        """One segment per rank, every rank's vectors mapped everywhere."""
+        at = 0
+        for entry in reservations:
+            self._starts[entry.tag] = at
+            at += -(-entry.numel * entry.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+        self._segments = SharedSegments(self._host, at)
+        memory = []
+        for entry in reservations:
+            start = self._starts[entry.tag]
+            vectors = [self._segments.view(r, start, entry.numel, entry.dtype) for r in range(self._host.world_size)]
+            memory.append(vectors[self._host.rank])
+            self._shards[entry.tag] = [
+                own_slice(self._world, vector, rank) if entry.is_full else vector
+                for rank, vector in zip(self._host.ranks, vectors, strict=True)
+            ]
+        return memory
+
+    def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
+        """All ranks' shards of one Unit as one vector, if they are whole pages."""
+        assert self._segments is not None
+        length = memory.numel() * memory.element_size()
+        is_too_many = len(self._starts) * self._host.world_size > MAX_OVERLAYS
+        if is_too_many or length == 0 or length % PAGE_BYTES or self._host.world_size < self._world.world_size:
+            return None
+        ranges = [(rank, self._starts[tag]) for rank in range(self._host.world_size)]
+        try:
+            return self._segments.overlay(ranges, length, memory.dtype)
+        except OSError:  # no more mappings to be had: this rank copies instead, which the others need not know
+            return None
+
+    def holds(self, tag: int, shard: torch.Tensor) -> bool:
+        """Whether `shard` is the one its host can see, not some other vector of the same Unit."""
+        shards = self._shards.get(tag)
+        return shards is not None and shards[self._host.rank].data_ptr() == shard.data_ptr()
+
+    def copy_into(self, full: torch.Tensor, tag: int) -> None:
+        """Fill in the shards of this host's ranks."""
+        for local, rank in enumerate(self._host.ranks):
+            place, shard = own_slice(self._world, full, rank), self._shards[tag][local]
+            if place.data_ptr() != shard.data_ptr():
+                place.copy_(shard)
 
 
 class SharedTransport(Transport):
@@ -30,100 +88,99 @@ class SharedTransport(Transport):
     name = "shared memory"
 
     def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
-        super().__init__(world)
-        per_peer = exchange_bytes // (SLOTS * max(world.world_size - 1, 1))
-        self._chunk_bytes = max(min(per_peer, MAX_CHUNK_BYTES) // 4096 * 4096, 4096)
-        self._mail = Mailboxes(world, self._chunk_bytes, timeout_s)
+        super().__init__(world, timeout_s)
+        self.watch.share(world)
+        self._chunk_bytes = chunk_bytes_for(exchange_bytes, world.world_size)
+        self._mail = Mailboxes(world, self._chunk_bytes, self.watch)
+        self._meeting = Meeting(world, self.watch)
+        self._shards = HostShards(world, world)
         self._lane = Lane("shardwise-exchange")
-        self._shards: dict[int, list[torch.Tensor]] = {}
+        self._overlays: set[int] = set()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Shared memory for the shards of all Units: one segment per rank, every rank's shards mapped everywhere."""
-        starts, at = [], 0
-        for entry in reservations:
-            starts.append(at)
-            at += -(-entry.numel * entry.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-        segments = SharedSegments(self.world, at)
-        self._mail.names.update({entry.tag: entry.name for entry in reservations})
-        memory = []
-        for entry, start in zip(reservations, starts, strict=True):
-            vectors = [segments.view(r, start, entry.numel, entry.dtype) for r in range(self.world.world_size)]
-            memory.append(vectors[self.world.rank])
-            self._shards[entry.tag] = [
-                own_slice(self.world, vector, r) if entry.is_full else vector for r, vector in enumerate(vectors)
-            ]
-        return memory
+        """Shared memory for the shards of all Units."""
+        return self._shards.reserve(reservations)
+
+    def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
+        """A mapping over the ranks' shards."""
+        found = self._shards.overlay(tag, memory)
+        if found is not None:
+            self._overlays.add(found.tensor.data_ptr())
+        return found
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Copy the peers' shards; memory that is not shared goes through the mailboxes instead."""
+        """Nothing for a full vector that shows the shards; else copies. Memory that is not shared goes through the mailboxes."""
         pause("gather.start")
         self._count_gather(shard)
-        shards = self._shards.get(tag)
-        if shards is None or shards[self.world.rank].data_ptr() != shard.data_ptr():
-            return self._lane.submit(lambda: self._exchange_shards(tag, shard, full))
-        copy_own(self.world, shard, full)
-        for peer in self.world.peers():
-            own_slice(self.world, full, peer).copy_(shards[peer])
+        if not self._shards.holds(tag, shard):
+            operation = self.watch.begin("exchange", "gather", tag)
+            return self._lane.submit(lambda: self._exchange_shards(operation, shard, full))
+        if full.data_ptr() not in self._overlays:
+            self._shards.copy_into(full, tag)
         return Done()
 
-    def _exchange_shards(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> None:
-        copy_own(self.world, shard, full)
-        chunk = self._chunk_bytes // shard.element_size()
-        for start in range(0, shard.numel(), chunk):
-            part = shard[start : start + chunk]
-            for peer in self.world.peers():
-                self._mail.post(peer, tag, part.numel(), part.dtype, _copier(part))
-            for peer in self.world.peers():
-                place = own_slice(self.world, full, peer)[start : start + part.numel()]
-                self._mail.read(peer, tag, part.numel(), part.dtype, place.copy_)
+    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
+        with self.watch.during(operation):
+            copy_own(self.world, shard, full)
+            chunk = self._chunk_bytes // shard.element_size()
+            for start in range(0, shard.numel(), chunk):
+                part = shard[start : start + chunk]
+                for peer in self.world.peers():
+                    self._mail.post(peer, operation, part.numel(), part.dtype, copier(part))
+                for peer in self.world.peers():
+                    place = own_slice(self.world, full, peer)[start : start + part.numel()]
+                    self._mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Hand every peer its slice chunk by chunk; totals are formed in rank order."""
         self._count_reduce(shard_numel, wire)
         pause("reduce.start")
-        return self._lane.submit(lambda: self._exchange_slices(tag, shard_numel, wire, source, sink))
+        operation = self.watch.begin("exchange", "reduce", tag)
+        return self._lane.submit(lambda: self._exchange_slices(operation, shard_numel, wire, source, sink))
 
-    def _exchange_slices(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
-        if shard_numel == 0:
-            return
-        total = self._scratch_for(sum_dtype(wire))
-        chunk = self._chunk_bytes // sum_dtype(wire).itemsize
-        starts = range(0, shard_numel, chunk)
-        self._post_chunk(tag, shard_numel, 0, min(chunk, shard_numel), wire, source)
-        for start in starts:
-            numel = min(chunk, shard_numel - start)
-            if start + chunk < shard_numel:  # the next chunk is on its way while this one is summed
-                self._post_chunk(tag, shard_numel, start + chunk, min(chunk, shard_numel - start - chunk), wire, source)
-            self._sum_chunk(tag, shard_numel, start, total[:numel], wire, source)
-            sink(start, total[:numel])
+    def _exchange_slices(self, operation: Operation, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
+        with self.watch.during(operation):
+            total = self._scratch_for(sum_dtype(wire))
+            chunk = self._chunk_bytes // sum_dtype(wire).itemsize
+            for start in range(-chunk, shard_numel, chunk):
+                after = start + chunk
+                if after < shard_numel:  # the next chunk is on its way while this one is summed
+                    self._post_chunk(operation, shard_numel, after, min(chunk, shard_numel - after), wire, source)
+                if start >= 0:
+                    numel = min(chunk, shard_numel - start)
+                    self._sum_chunk(operation, shard_numel, start, total[:numel], wire, source)
+                    sink(start, total[:numel])
 
-    def _post_chunk(self, tag: int, shard_numel: int, start: int, numel: int, wire: torch.dtype, source: Source) -> None:
+    def _post_chunk(
+        self, operation: Operation, shard_numel: int, start: int, numel: int, wire: torch.dtype, source: Source
+    ) -> None:
         pause("reduce.post")
         for peer in self.world.peers():
-            at = peer * shard_numel + start
-            self._mail.post(peer, tag, numel, wire, functools.partial(source, at))
+            self._mail.post(peer, operation, numel, wire, functools.partial(source, peer * shard_numel + start))
 
-    def _sum_chunk(self, tag: int, shard_numel: int, start: int, total: torch.Tensor, wire: torch.dtype, source: Source) -> None:
+    def _sum_chunk(
+        self, operation: Operation, shard_numel: int, start: int, total: torch.Tensor, wire: torch.dtype, source: Source
+    ) -> None:
         pause("reduce.land")
         rank, size = self.world.rank, self.world.world_size
-        own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
         own_start = rank * shard_numel + start
+        others = [peer for peer in range(size) if peer != rank]
+        own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
         if rank == 0 or size == 2:  # with two ranks a + b is b + a: no need to wait before adding one's own
             source(own_start, own)
             if own is not total:
                 total.copy_(own)
-            others = [r for r in range(size) if r != rank]
-        else:
-            self._mail.read(0, tag, total.numel(), wire, total.copy_)
-            for peer in range(1, rank):
-                self._mail.read(peer, tag, total.numel(), wire, total.add_)
-            own = self._scratch_for(wire, 1)[: total.numel()]
-            source(own_start, own)
-            total.add_(own)
-            others = list(range(rank + 1, size))
-        for peer in others:
-            self._mail.read(peer, tag, total.numel(), wire, total.add_)
+            for peer in others:
+                self._mail.read(peer, operation, total.numel(), wire, total.add_)
+            return
+        for peer in others[:rank]:
+            self._mail.read(peer, operation, total.numel(), wire, total.copy_ if peer == 0 else total.add_)
+        own = self._scratch_for(wire, 1)[: total.numel()]
+        source(own_start, own)
+        total.add_(own)
+        for peer in others[rank:]:
+            self._mail.read(peer, operation, total.numel(), wire, total.add_)
 
     def _scratch_for(self, dtype: torch.dtype, which: int = 0) -> torch.Tensor:
         chunk = self._chunk_bytes // dtype.itemsize
@@ -134,7 +191,15 @@ class SharedTransport(Transport):
     def fence(self) -> None:
         """Every rank has read what it needs, or written what others will read."""
         pause("fence")
-        self.world.barrier()
+        self._meeting.fence(self.watch.begin("meeting", "fence"))
+
+    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Every rank reads all values and combines them in rank order."""
+        return combined(self._meeting.collect(self.watch.begin("meeting", "combine"), values), op)
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's row of what was laid open."""
+        return self._meeting.collect(self.watch.begin("meeting", "combine"), values)[0]
 
     @property
     def exchange_bytes(self) -> int:
@@ -151,5 +216,6 @@ class SharedTransport(Transport):
         self._lane.close()
 
 
-def _copier(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
+def copier(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Fills a slot with `values`."""
     return lambda slot: slot.copy_(values)

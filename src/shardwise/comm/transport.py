@@ -10,9 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
+from shardwise.comm.watch import Watch
 from shardwise.comm.world import World
 from shardwise.ticket import Ticket
+from shardwise.tiers import FullBuffer
 
 Source = Callable[[int, torch.Tensor], None]
 """`source(start, out)` writes elements [start, start + len(out)) of this rank's full gradient into `out`."""
@@ -29,6 +32,8 @@ class Reservation:
     numel: int
     dtype: torch.dtype
     is_full: bool
+    parameters: tuple[str, ...] = ()
+    """Their names, for messages."""
 
     def shard_numel(self, world_size: int) -> int:
         """Length of one rank's part."""
@@ -64,17 +69,34 @@ class Transport(ABC):
     """Gather and reduce between the ranks of a world."""
 
     name: str
+    gathers_ahead = False
+    """Whether a gather that was started goes on by itself, so that starting early hides it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, timeout_s: float) -> None:
         self.world = world
         self.counters = Counters()
+        self.watch = Watch(world, timeout_s)
+        self.reason = ""
+        """Why this transport and not the one that would usually be taken; empty if it is that one."""
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Zeroed memory for the vectors that will be gathered often, where this transport can reach it best."""
         return [torch.zeros(entry.numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
 
+    def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
+        """A full vector that shows the ranks' shards where they lie, so that gathering copies nothing; None if there is none."""
+        return None
+
     def fence(self) -> None:  # noqa: B027  two-sided transports need none
         """Return when no rank still reads shards (before they change) or still writes them (before they are read)."""
+
+    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """The sum or maximum of a small flat tensor over all ranks, the same bits on each of them."""
+        return self.world.all_reduce(values, op)
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `values`, a small flat tensor."""
+        return self.world.broadcast(values)
 
     @abstractmethod
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
@@ -100,6 +122,11 @@ class Transport(ABC):
         """Bytes of exchange buffers it will hold once it has reduced the reserved Units, all in one wire dtype."""
         return 0
 
+    @property
+    def label(self) -> str:
+        """Its name and, where that needs one, the reason it was taken."""
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
     def close(self) -> None:  # noqa: B027  not every transport has threads
         """End threads and give buffers back."""
 
@@ -122,6 +149,16 @@ def copy_own(world: World, shard: torch.Tensor, full: torch.Tensor) -> None:
     mine = own_slice(world, full)
     if mine.data_ptr() != shard.data_ptr():
         mine.copy_(shard)
+
+
+def combined(rows: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """One row per rank, combined in rank order."""
+    if op == dist.ReduceOp.MAX:
+        return rows.amax(dim=0)
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:

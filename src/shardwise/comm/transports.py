@@ -3,52 +3,97 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
+
+import torch
 
 from shardwise.comm.alone import AloneTransport
+from shardwise.comm.combined import CombinedTransport
 from shardwise.comm.nccl import NcclTransport
 from shardwise.comm.pairwise import PairwiseTransport
 from shardwise.comm.reference import ReferenceTransport
 from shardwise.comm.segment import host_identity
 from shardwise.comm.shared import SharedTransport
-from shardwise.comm.transport import Transport
+from shardwise.comm.transport import Reservation, Transport
 from shardwise.comm.world import World
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, SharedMemoryError
 
 
-def make_transport(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Transport:
-    """Build the transport called `name`; 'auto' picks by device, hosts and world size."""
-    if world.world_size == 1:
-        return AloneTransport(world, exchange_bytes)
+def make_transport(
+    name: str, world: World, reservations: Sequence[Reservation], exchange_bytes: int, timeout_s: float
+) -> tuple[Transport, list[torch.Tensor]]:
+    """Build the transport called `name` and the memory it reserves; 'auto' picks by device, hosts, memory and world size."""
+    reason = ""
     if name == "auto":
-        name = _suitable(world)
+        name, reason = _suitable(world)
+    try:
+        transport = _build(name, world, exchange_bytes, timeout_s)
+        memory = transport.reserve(reservations)
+    except SharedMemoryError as error:  # raised by all ranks or none
+        if not reason:
+            raise
+        reason = f"no shared memory: {str(error).partition('. ')[0]}"
+        transport = _build("pairwise", world, exchange_bytes, timeout_s)
+        memory = transport.reserve(reservations)
+    transport.reason = reason if transport.name == "pairwise" else ""
+    for entry in reservations:
+        transport.watch.know(entry.tag, entry.name, entry.parameters)
+    return transport, memory
+
+
+def _build(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Transport:
+    if world.world_size == 1:
+        return AloneTransport(world, exchange_bytes, timeout_s)
     if name == "nccl":
         if world.backend != "nccl":
             raise ConfigError(f"transport='nccl' needs an NCCL process group; this one is {world.backend}.")
-        return NcclTransport(world)
+        return NcclTransport(world, timeout_s)
     if world.device.type != "cpu":
         raise ConfigError(f"transport={name!r} moves CPU memory; parameters are on {world.device}. Use 'nccl'.")
-    if name == "shared":
-        reason = _why_not_shared(world)
+    if name in ("shared", "combined"):
+        hosts = _hosts(world)
+        reason = _why_no_shared_memory(name, hosts)
         if reason is not None:
-            raise ConfigError(f"transport='shared' is not possible: {reason}. Use 'pairwise'.")
-        return SharedTransport(world, exchange_bytes, timeout_s)
+            raise ConfigError(f"transport={name!r} is not possible: {reason}. Use 'pairwise'.")
+        if name == "shared":
+            return SharedTransport(world, exchange_bytes, timeout_s)
+        return CombinedTransport(world, hosts, exchange_bytes, timeout_s)
     if name == "reference":
-        return ReferenceTransport(world)
-    return PairwiseTransport(world, exchange_bytes)
+        return ReferenceTransport(world, timeout_s)
+    return PairwiseTransport(world, exchange_bytes, timeout_s)
 
 
-def _suitable(world: World) -> str:
+def _suitable(world: World) -> tuple[str, str]:
+    """The best transport that can be had, and what speaks against better ones; the same on every rank."""
+    if world.world_size == 1:
+        return "alone", ""
     if world.backend == "nccl":
-        return "nccl"
-    return "pairwise" if _why_not_shared(world) is not None else "shared"
+        return "nccl", ""
+    hosts = _hosts(world)
+    name = "shared" if len(hosts) == 1 else "combined"
+    reason = _why_no_shared_memory(name, hosts)
+    return (name, "shared memory is possible") if reason is None else ("pairwise", reason)
 
 
-def _why_not_shared(world: World) -> str | None:
-    """The reason why ranks cannot share memory, the same on every rank; None if they can."""
-    mine = (host_identity(), platform.machine())
-    everyone = world.gather_objects(mine)
-    if any(identity != everyone[0][0] for identity, _ in everyone):
-        return "the ranks are on several hosts or in several process namespaces"
+def _hosts(world: World) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first rank; empty if a machine does not keep stores in order."""
+    everyone = world.gather_objects((host_identity(), platform.machine()))
     if any(machine not in ("x86_64", "AMD64") for _, machine in everyone):
-        return f"its ordering of memory accesses is only relied on for x86-64, this is {mine[1]}"
-    return None
+        return []
+    hosts: dict[tuple[str, int, int], list[int]] = {}
+    for rank, (identity, _) in enumerate(everyone):
+        hosts.setdefault(identity, []).append(rank)
+    return list(hosts.values())
+
+
+def _why_no_shared_memory(name: str, hosts: list[list[int]]) -> str | None:
+    if not hosts:
+        return "ranks share memory on x86-64 only, whose ordering of memory accesses they rely on"
+    if name == "shared":
+        return None if len(hosts) == 1 else "the ranks are on several hosts or in several process or network namespaces"
+    sizes = sorted({len(ranks) for ranks in hosts})
+    if len(hosts) == 1:
+        return "all ranks are on one host"
+    if sizes == [1]:
+        return "every host has one rank"
+    return None if len(sizes) == 1 else f"hosts have different numbers of ranks ({', '.join(map(str, sizes))})"

@@ -23,6 +23,8 @@ class World:
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.group: dist.ProcessGroup | None = mesh.get_group() if mesh is not None else None
+        self.ranks = list(range(self.world_size))
+        """These ranks, as messages call them: a part of a world keeps the numbers of the whole."""
 
     @staticmethod
     def of(mesh: DeviceMesh | None, device: torch.device) -> World:
@@ -48,6 +50,16 @@ class World:
             return None
         group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
         return group
+
+    def part(self, ranks: list[int]) -> World:
+        """The world of some of these ranks; all of them must ask, each for a part that it is in."""
+        assert self.group is not None
+        everyone = dist.get_process_group_ranks(self.group)
+        part = World(None, self.device)
+        part.group = dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True)
+        part.ranks = [self.ranks[rank] for rank in ranks]
+        part.rank, part.world_size = ranks.index(self.rank), len(ranks)
+        return part
 
     def peers(self) -> Iterator[int]:
         """Every other rank, starting with the next one, so that no rank is asked by all at once."""

@@ -44,24 +44,25 @@ def assemble(
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
     _broadcast_buffers(world, model)
-    transport = make_transport(config.transport, world, config.exchange_bytes, config.timeout_s)
     scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
-    runtime = Runtime(world, transport, STAGES[config.stage], EventLog(), scaler, Ledger())
+    runtime = Runtime(world, STAGES[config.stage], EventLog(), scaler, Ledger())
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
-    memory = transport.reserve([Reservation(u.index, u.name, u.reserved_numel, u.dtypes.stored, u.holds_alias) for u in units])
+    reservations = [_reservation(unit) for unit in units]
+    transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
     constructions = {
         id(handle.unit.owner): handle.unit.owner for i in infos if (handle := getattr(i.param, "_shardwise", None)) is not None
     }
     for unit, spec, vector in zip(units, specs, memory, strict=True):
-        _fill_unit(unit, spec, vector)
+        unit.allocate(vector, transport.overlay(unit.index, vector) if unit.can_overlay else None)
+        _fill_unit(unit, spec)
     for construction in constructions.values():
         construction.release()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:
         adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_step)
-    runtime.start(units)
+    runtime.start(units, transport, config.prefetch_bytes)
     attach(model, runtime, units, config.methods)
     return runtime, specs
 
@@ -98,7 +99,16 @@ def _check_model(model: nn.Module) -> list[ParamInfo]:
 def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:
     """Compare options, names, shapes and values over ranks; name the first difference."""
     mine = {
-        "options": repr((config.stage, config.precision, config.max_unit_bytes, config.exchange_bytes, config.transport)),
+        "options": repr(
+            (
+                config.stage,
+                config.precision,
+                config.max_unit_bytes,
+                config.exchange_bytes,
+                config.transport,
+                config.prefetch_bytes,
+            )
+        ),
         "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
         "params": [
             (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
@@ -177,9 +187,13 @@ def _make_unit(index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, c
     )
 
 
-def _fill_unit(unit: Unit, spec: UnitSpec, memory: torch.Tensor) -> None:
+def _reservation(unit: Unit) -> Reservation:
+    names = tuple(slot.name for slot in unit.layout.slots)
+    return Reservation(unit.index, unit.name, unit.reserved_numel, unit.dtypes.stored, unit.holds_alias, names)
+
+
+def _fill_unit(unit: Unit, spec: UnitSpec) -> None:
     """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
-    unit.allocate(memory)
     for slot, info in enumerate(spec.infos):
         unit.store(slot, _values_of(info, unit.layout.slots[slot].stride))
     unit.adopt()

@@ -37,7 +37,7 @@ class Construction:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.transport: Transport = make_transport("auto", world, _EXCHANGE_BYTES, _TIMEOUT_S)
+        self.transport: Transport = make_transport("auto", world, (), _EXCHANGE_BYTES, _TIMEOUT_S)[0]
         self.ledger = Ledger()
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()

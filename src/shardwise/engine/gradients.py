@@ -7,6 +7,7 @@ unused everywhere means no gradient, unused here counts as zero (`docs/numerics.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -51,7 +52,7 @@ class Gradients:
         self._position = 0
         self._completed: list[int] = []
         self._launched: set[int] = set()
-        self._flying: deque[tuple[Ticket, int]] = deque()
+        self._flying: deque[tuple[Ticket, str, int]] = deque()
         self._flags = {
             (unit.index, slot): position
             for position, (unit, slot) in enumerate(
@@ -94,14 +95,17 @@ class Gradients:
         ticket = self._transport.reduce(
             unit.index, unit.layout.shard_numel, unit.dtypes.reduce, _source(unit, arrived), self._sink(unit, adds)
         )
-        self._flying.append((ticket, sum(_num_bytes(grad) for grad in arrived.values())))
+        self._flying.append((ticket, unit.name, sum(_num_bytes(grad) for grad in arrived.values())))
 
     def _land(self) -> None:
         """Wait for the oldest reduction; the local gradients it held are gone then."""
-        ticket, num_bytes = self._flying.popleft()
+        ticket, name, num_bytes = self._flying.popleft()
+        begin = time.perf_counter()
         try:
             ticket.wait()
         finally:
+            self._events.emit("reduced", name, since=begin)
+            self._events.emit_span("reduce", name, ticket.span, "exchange")
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
 
     def _sink(self, unit: Unit, adds: bool) -> Callable[[int, torch.Tensor], None]:
@@ -132,8 +136,10 @@ class Gradients:
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def finish(self, stall_percent: int) -> int:
         """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces.
+
+        Ranks also agree on how much they stalled in this step, 0 to 255 percent: the largest is returned.
 
         A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks the others what
         they used: a peer may be waiting for exactly that Unit in the middle of its own backward.
@@ -142,7 +148,7 @@ class Gradients:
         used_here = [i in self._launched or s in self._arrived[i] for i, s in self._flags]
         if has_any:
             self._launch_rest()
-        used, late, anyone_has_any = self._agree(used_here, has_any)
+        used, late, anyone_has_any, stall_percent = self._agree(used_here, has_any, stall_percent)
         if anyone_has_any:
             self._launch_rest()
         for index in late:
@@ -152,29 +158,31 @@ class Gradients:
         for unit in self._units.values():
             self._hand_over(unit, used)
         self._reset()
+        return stall_percent
 
     def _launch_rest(self) -> None:
         for index in self._order[self._position :]:
             self._launch(self._units[index])
         self._position = len(self._order)
 
-    def _agree(self, used_here: list[bool], has_any: bool) -> tuple[list[bool], list[int], bool]:
-        """What any rank used, which reduced Units received more since (nested backwards), and the next order."""
+    def _agree(self, used_here: list[bool], has_any: bool, stall_percent: int) -> tuple[list[bool], list[int], bool, int]:
+        """What any rank used, which reduced Units received more since (nested backwards), the next order, the largest stall."""
         late = [i in self._launched and bool(self._arrived[i]) for i in self._units]
         order = self._completed + [i for i in self._order if i not in self._completed]
         is_new = self._world.rank == 0 and order != self._order
-        flags = torch.tensor([*used_here, *late, has_any, is_new], dtype=torch.uint8, device=self._world.device)
-        found = [bool(flag) for flag in self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()]
+        flags = torch.tensor([*used_here, *late, stall_percent, has_any, is_new], dtype=torch.uint8, device=self._world.device)
+        found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
         if found[-1]:
             shared = torch.tensor(order, dtype=torch.int64, device=self._world.device)
-            self._next_order = self._world.broadcast(shared).tolist()
+            self._next_order = self._transport.from_first(shared).tolist()
         else:
             self._next_order = self._order
         late_flags = found[len(used_here) : len(used_here) + len(late)]
         return (
-            found[: len(used_here)],
+            [bool(flag) for flag in found[: len(used_here)]],
             [i for i, is_late in zip(self._units, late_flags, strict=True) if is_late],
-            found[-2],
+            bool(found[-2]),
+            found[-3],
         )
 
     def _hand_over(self, unit: Unit, used: list[bool]) -> None:
@@ -232,12 +240,12 @@ class Gradients:
                 if grad.numel():
                     total = torch.maximum(total, grad.abs().amax().double().reshape(1))
             if is_shared:
-                self._world.all_reduce(total, dist.ReduceOp.MAX)
+                total = self._transport.combine(total, dist.ReduceOp.MAX)
             return total.to(torch.float32).squeeze(0)
         for grad in grads:
             total += _power_sum(grad, norm_type)
         if is_shared:
-            self._world.all_reduce(total)
+            total = self._transport.combine(total, dist.ReduceOp.SUM)
         return total.pow(1.0 / norm_type).to(torch.float32).squeeze(0)
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -255,8 +263,7 @@ class Gradients:
                 grad = piece.master.grad
                 if grad is not None and not bool(torch.isfinite(grad).all()):
                     flags[self._flags[unit.index, piece.piece.slot_index]] = 1
-        self._world.all_reduce(flags, dist.ReduceOp.MAX)
-        found = flags.tolist()
+        found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
         return [self._units[i].layout.slots[s].name for (i, s), position in self._flags.items() if found[position]]
 
     def is_finite(self) -> bool:
@@ -267,7 +274,7 @@ class Gradients:
                 # In fp64 a sum of squares of fp32 values is finite exactly if all of them are.
                 if piece.master.grad is not None and not bool(torch.isfinite(_power_sum(piece.master.grad, 2.0))):
                     bad[0] = 1
-        return not bool(self._world.all_reduce(bad, dist.ReduceOp.MAX).item())
+        return not bool(self._transport.combine(bad, dist.ReduceOp.MAX).item())
 
     def holds(self, unit: Unit, slot: int) -> bool:
         """Whether a parameter has a reduced gradient, also if this rank owns no piece of it."""

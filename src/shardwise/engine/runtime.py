@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -38,10 +39,31 @@ from shardwise.errors import (
 from shardwise.observe import EventLog, pause
 from shardwise.optim.scaler import LossScaler
 from shardwise.partition import Handle, Unit, UnitState, flat_values
+from shardwise.schedule import Runner
+from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 Entry = tuple[Unit, tuple[int, ...]]
 """A Unit a module opens, and which of its parameters the module itself holds."""
+
+
+def _hook(method: Callable[Concatenate[Runtime, _P], _R]) -> Callable[Concatenate[Runtime, _P], _R]:
+    """Called from a hook on the hot path: record its time if asked to."""
+
+    @functools.wraps(method)
+    def timed(self: Runtime, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not self.events.is_detailed:
+            return method(self, *args, **kwargs)
+        begin = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.events.emit("hook", method.__name__, since=begin)
+
+    return timed
 
 
 class Runtime:
@@ -52,14 +74,13 @@ class Runtime:
     def __init__(
         self,
         world: World,
-        transport: Transport,
         stage: Stage,
         events: EventLog,
         scaler: LossScaler | None,
         ledger: Ledger,
     ) -> None:
         self.world = world
-        self.transport = transport
+        self.transport: Transport
         self.stage = stage
         self.events = events
         self.scaler = scaler
@@ -75,12 +96,23 @@ class Runtime:
         self._loading: Window | None = None
         self._loading_depth = 0
         self._skips_step = False
+        self.runner: Runner | None = None
+        self._tickets: dict[int, Ticket] = {}  # gathers started early, by Unit
+        self._stall_s = 0.0
+        self._step_began = self._update_began = time.perf_counter()
+        self.stall_percent = 0
+        """Share of the last step in which some rank waited for gathers."""
         self.num_steps = 0
         self.num_skipped_steps = 0
 
-    def start(self, units: Sequence[Unit]) -> None:
+    def start(self, units: Sequence[Unit], transport: Transport, prefetch_bytes: int | None) -> None:
         """Take charge of the Units and listen for their gradients."""
         self.units = units
+        self.transport = transport
+        sizes = {unit.index: unit.full_bytes for unit in units if not unit.is_always_full}
+        if sizes and transport.gathers_ahead and prefetch_bytes != 0:
+            budget = max(sizes.values()) if prefetch_bytes is None else prefetch_bytes
+            self.runner = Runner(sizes, budget, self._start_early, self._drop)
         self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger)
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
@@ -95,22 +127,29 @@ class Runtime:
             node = torch.autograd.graph.get_gradient_edge(param).node
 
         def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
-            self._begin_backward()
-            if grads[0] is not None:
-                self._check_opened(unit, slot)
-                self.gradients.arrive(unit, slot, grads[0].detach())
+            self._arrive(unit, slot, grads[0])
             return (None,)
 
         node.register_prehook(take)
         self._nodes.append(node)  # autograd holds the node weakly: without this a new one, unheard, would take its place
 
+    @_hook
+    def _arrive(self, unit: Unit, slot: int, grad: torch.Tensor | None) -> None:
+        self._begin_backward()
+        if grad is not None:
+            self._check_opened(unit, slot)
+            self.gradients.arrive(unit, slot, grad.detach())
+
     # -- forward ----------------------------------------------------------------------------------------------
 
+    @_hook
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
         if not _is_inside_autograd() and (self._in_backward or self._loading is not None or was_interrupted):
             self._start_afresh()  # the last backward, load or forward was cut short
+        if self.runner is not None and not self._frames and not self._in_backward and not _is_inside_autograd():
+            self.runner.begin_forward(is_new=is_root)
         frame = Frame(Passage(self) if torch.is_grad_enabled() else None, is_root=is_root)
         frame.is_scaled = self.scaler is not None and not self._frames and not self._scaled
         self._frames.append(frame)
@@ -131,6 +170,7 @@ class Runtime:
         unit.uncover()
         (frame.nested if is_nested else frame.units).append(unit)
 
+    @_hook
     def leave(self, output: Any, *, reads_params_in_backward: bool = True) -> Any:
         """A module's forward ended: watch for its backward, then free what nobody else is inside of.
 
@@ -147,6 +187,8 @@ class Runtime:
                 unit.was_opened = True
             else:
                 self._free(unit)
+        if self.runner is not None and not self._frames and frame.passage is None and not is_recomputing:
+            self.runner.stop()  # no backward will follow
         if frame.is_scaled and frame.passage is not None:
             return map_tensors(functools.partial(self._scale_gradient_of, frame.passage), output)
         return None
@@ -171,23 +213,63 @@ class Runtime:
         return own
 
     def gather(self, unit: Unit) -> None:
-        """Shards to full, and the parameters become usable."""
-        full = unit.begin_gather()
+        """Shards to full, and the parameters become usable; often the gather was started early."""
+        begin = time.perf_counter()
+        if self.runner is not None:
+            self.runner.use(unit.index)
+        if unit.index not in self._tickets:
+            self._start_gather(unit)
+        ticket = self._tickets.pop(unit.index)
         try:
-            self.events.emit("gather", unit.name)
-            self.transport.gather(unit.index, unit.shard, full).wait()
+            ticket.wait()
         except BaseException:
             unit.cancel_gather()
             raise
         pause("gather.expose")
         unit.expose()
-        self.events.emit("gathered", unit.name)
+        self.events.emit("gathered", unit.name, since=begin)
+        self.events.emit_span("gather", unit.name, ticket.span, "gather")
+        if self.runner is not None:
+            self._stall_s += time.perf_counter() - begin
+            self.runner.pump()
+
+    def _start_gather(self, unit: Unit) -> None:
+        full = unit.begin_gather()
+        try:
+            self.events.emit("gather", unit.name)
+            self._tickets[unit.index] = self.transport.gather(unit.index, unit.shard, full)
+        except BaseException:
+            unit.cancel_gather()
+            raise
+
+    def _start_early(self, index: int) -> bool:
+        unit = self.units[index]
+        if unit.state is not UnitState.SHARDED:
+            return False
+        self._start_gather(unit)
+        return True
+
+    def _drop(self, index: int) -> None:
+        """Give up a gather that was started early: its Unit was not used after all."""
+        ticket = self._tickets.pop(index)
+        try:
+            ticket.wait()
+        finally:
+            self.events.emit("drop", self.units[index].name)
+            self.units[index].cancel_gather()
+
+    def _settle(self) -> None:
+        """Something other than the expected pass comes next: hold nothing that was started early."""
+        if self.runner is not None:
+            self.runner.stop()
 
     def _free(self, unit: Unit) -> None:
         is_needed = unit.scopes > 0 or unit.is_pinned or bool(unit.passages)
         if unit.is_gathered and not unit.is_always_full and not is_needed:
             self.events.emit("free", unit.name)
             unit.free()
+            if self.runner is not None:
+                self.runner.pump()
 
     # -- backward ---------------------------------------------------------------------------------------------
 
@@ -200,6 +282,7 @@ class Runtime:
                 "in memory. The loss uses a tensor that a forward pass left on the side: return it from forward instead."
             )
 
+    @_hook
     def before_backward(self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage) -> None:
         """Autograd is about to run the backward of a forward call that used these Units."""
         self._begin_backward()
@@ -218,12 +301,14 @@ class Runtime:
         for unit, _ in units:
             unit.passages.add(passage)
 
+    @_hook
     def announce(self, units: Iterable[Unit]) -> None:
         """Gradients are about to come of Units whose parameters their backward does not read."""
         self._begin_backward()
         for unit in units:
             unit.was_opened = True
 
+    @_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
         """The backward of a forward call is over."""
         self._scaled.discard(passage)
@@ -237,6 +322,8 @@ class Runtime:
         if not self._in_backward:
             self._in_backward = True
             self.events.emit("backward")
+            if self.runner is not None:
+                self.runner.begin_backward()
             # Runs when autograd has finished this backward, also if it was started by autograd.grad.
             end = _EndOfBackward(self.after_backward)
             self._end_of_backward = weakref.ref(end)
@@ -244,18 +331,31 @@ class Runtime:
 
     def after_backward(self) -> None:
         """Autograd has finished: reduce what is left and free everything."""
-        self.gradients.finish()
+        begin = time.perf_counter()
+        if self.runner is not None:
+            self.runner.end_backward()
+        self.stall_percent = self.gradients.finish(self._stall_share())
+        if self.runner is not None:
+            self.runner.observe(self.stall_percent)
         self._in_backward = False
         self._scaled.clear()
         for unit in self.units:
             unit.passages.clear()
             unit.was_opened = False
             self._free(unit)
-        self.events.emit("backward end")
+        self.events.emit("backward end", since=begin)
+
+    def _stall_share(self) -> int:
+        """Whole percent of the time since the last backward ended that this rank waited for gathers."""
+        now = time.perf_counter()
+        share = 100.0 * self._stall_s / max(now - self._step_began, 1e-9)
+        self._stall_s, self._step_began = 0.0, now
+        return min(int(share), 255)
 
     def _start_afresh(self) -> None:
         """A forward, backward or load was cut short by an exception: drop what it left open."""
         was_in_backward, self._in_backward = self._in_backward, False
+        self._settle()
         if was_in_backward:
             self.gradients.abandon()
         self._scaled.clear()
@@ -286,6 +386,7 @@ class Runtime:
             )
         if self._in_backward or self._frames or self._loading is not None:
             self._start_afresh()
+        self._settle()
         for unit in self.units:
             if unit.was_written_past_masters():
                 raise ModelError(
@@ -301,10 +402,17 @@ class Runtime:
             self._skips_step = not self.gradients.is_finite()
             if self._skips_step:
                 self.gradients.clear()
-        self.transport.fence()  # a slower rank may still be gathering the shards that change now
+        self._fence()  # a slower rank may still be gathering the shards that change now
+        self._update_began = time.perf_counter()
+
+    def _fence(self) -> None:
+        begin = time.perf_counter()
+        self.transport.fence()
+        self.events.emit("fence", since=begin)
 
     def after_step(self) -> None:
         """Shards are new: round masters into them, and refresh parameters that stay whole."""
+        self.events.emit("update", since=self._update_began)
         for unit in self.units:
             unit.is_pinned = False
             self._free(unit)
@@ -317,6 +425,7 @@ class Runtime:
             self.events.emit("step skipped")
             return
         self.num_steps += 1
+        self.transport.watch.step = self.num_steps
         self.publish([unit for unit in self.units if unit.is_trainable])
         self.events.emit("step")
 
@@ -326,10 +435,12 @@ class Runtime:
             if unit.is_gathered and not unit.is_always_full:
                 raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")
             unit.publish_master()
-        self.transport.fence()  # every rank's shards are new from here on
+        self._fence()  # every rank's shards are new from here on
         if self.stage.gathers_after_step:
+            begin = time.perf_counter()
             for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in units]:
                 ticket.wait()
+            self.events.emit("gathered", "after the step", since=begin)
         for unit in units:
             unit.changed()
 
@@ -356,6 +467,7 @@ class Runtime:
         """Keep Units gathered; on leaving, write in-place changes back to the shards."""
         versions: dict[int, list[int]] = {}
         self._num_gathered_contexts += 1
+        self._settle()
         try:
             self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
             for unit in units:
@@ -384,6 +496,7 @@ class Runtime:
         """A whole vector of something kept like the masters (values or gradients), in new memory unless it is whole here."""
         if shard.numel() == unit.layout.numel:
             return shard
+        self._settle()
         full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         self.transport.gather(unit.index, shard, full).wait()
         return full
@@ -393,6 +506,7 @@ class Runtime:
         if self._loading is not None and not prefix:
             self._start_afresh()  # the load before this one raised
         if self._loading is None:
+            self._settle()
             self.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1
@@ -440,7 +554,7 @@ class Runtime:
         if self._loading is not None:
             self._loading.touch(units)
             return True
-        if not self._frames or any(unit.state is UnitState.GATHERING for unit in units):
+        if not self._frames or any(u.state is UnitState.GATHERING and u.index not in self._tickets for u in units):
             return False
         for unit in units:
             self._open(unit, range(len(unit.params)), self._frames[-1])

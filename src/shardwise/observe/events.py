@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One thing that happened: when (seconds, monotonic), what, and to which Unit."""
+    """One thing that happened: when it ended (seconds, monotonic), what, to which Unit, how long it took, and on which lane."""
 
     time_s: float
     kind: str
     subject: str
+    duration_s: float = 0.0
+    lane: str = ""
+    """Empty for the thread that trains."""
 
 
 class EventLog:
@@ -25,10 +28,18 @@ class EventLog:
 
     def __init__(self, limit: int = 20_000) -> None:
         self._events: deque[Event] = deque(maxlen=limit)
+        self.is_detailed = False
+        """Whether every hook records its time too: for profiles, a few microseconds per hook."""
 
-    def emit(self, kind: str, subject: str = "") -> None:
-        """Record one event now."""
-        self._events.append(Event(time.perf_counter(), kind, subject))
+    def emit(self, kind: str, subject: str = "", since: float | None = None) -> None:
+        """Record one event now; it took the time `since` a moment of `time.perf_counter`."""
+        now = time.perf_counter()
+        self._events.append(Event(now, kind, subject, 0.0 if since is None else now - since))
+
+    def emit_span(self, kind: str, subject: str, span: tuple[float, float] | None, lane: str) -> None:
+        """Record work that a lane did, if one did."""
+        if span is not None:
+            self._events.append(Event(span[1], kind, subject, span[1] - span[0], lane))
 
     def clear(self) -> None:
         """Forget everything recorded so far."""

@@ -112,8 +112,8 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Size of the full vector while it is in memory."""
-        return self.layout.numel * self.dtypes.compute.itemsize
+        """Memory the full vector takes while gathered."""
+        return self.layout.numel * self.dtypes.compute.itemsize if self._full is None else self._full.num_bytes
 
     @property
     def holds_alias(self) -> bool:
@@ -125,11 +125,18 @@ class Unit:
         """Length of the vector this Unit wants from the transport: the full one if the shard is a slice of it."""
         return self.layout.numel if self.holds_alias else self.layout.shard_numel
 
-    def allocate(self, memory: torch.Tensor) -> None:
+    @property
+    def can_overlay(self) -> bool:
+        """Whether the full vector, which comes and goes, could be the ranks' shards themselves seen as one."""
+        return not self.is_always_full and self.dtypes.stored == self.dtypes.compute
+
+    def allocate(self, memory: torch.Tensor, full: FullBuffer | None = None) -> None:
         """Take memory for shard, masters and (if it never goes away) the full vector.
 
-        `memory` has `reserved_numel` elements of the stored dtype, where the transport wants them.
+        `memory` has `reserved_numel` elements of the stored dtype, where the transport wants them; `full`, if given, is
+        a full vector that shows every rank's shard.
         """
+        self._full = full
         self._ledger.take(self._tier, Kind.PARAM, memory.numel() * memory.element_size())
         if self.holds_alias:
             self._full = FixedBuffer(memory)

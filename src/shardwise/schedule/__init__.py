@@ -1,4 +1,16 @@
 """What comes next?
 
-An empty room: nothing is built here yet, and nothing imports it. `docs/architecture.md` says what it is for.
+Public names: `Phase` (forward or backward), `Trace` (the order in which Units were gathered), `Plan` and `make_plan` (how far
+ahead to start, pure arithmetic), `Depth` (how many Units ahead, learnt from stalls), `Runner` (starts gathers early).
+
+Invariants: a plan is only a hint. A pass that goes another way is served on demand, never raises, and renews the trace. What
+is started early and not yet in use never exceeds the byte budget. Starts depend on the program's order and on what all ranks
+agreed on, never on a clock, so that ranks that run the same program start the same gathers in the same order.
 """
+
+from shardwise.schedule.depth import Depth
+from shardwise.schedule.plan import Plan, make_plan
+from shardwise.schedule.runner import Runner
+from shardwise.schedule.trace import Phase, Trace
+
+__all__ = ["Depth", "Phase", "Plan", "Runner", "Trace", "make_plan"]

@@ -8,8 +8,12 @@ documentation and has not been run on a GPU.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -37,7 +41,7 @@ class FullBuffer(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Size when claimed."""
+        """Memory it takes when claimed."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
@@ -77,6 +81,75 @@ class MappedBuffer(FullBuffer):
             # Looking may have given the range a page: hand it back before the next one is looked at.
             self._map.madvise(mmap.MADV_DONTNEED, self._start + number * HUGE_PAGE_BYTES, length)
         return True
+
+
+class OverlaidBuffer(FullBuffer):
+    """Ranges of shared files seen as one vector: reading it reads the shards where they lie, and nothing is copied.
+
+    The mapping is private: a page that is written to becomes this process's own, so a write never reaches the shards by itself,
+    and discarding drops it. Pages that were not written always show the files' present contents (Linux).
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> None:
+        """`ranges` are (file, start in bytes), `length` bytes each, all multiples of a page."""
+        self._length = len(ranges) * length
+        self._map = mmap.mmap(-1, self._length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor = torch.frombuffer(self._map, dtype=dtype)
+        self._address = self.tensor.data_ptr()
+        for number, (file, start) in enumerate(ranges):
+            _map_over(self._address + number * length, length, file, start)
+
+    @property
+    def num_bytes(self) -> int:
+        """None of its own."""
+        return 0
+
+    def claim(self) -> None:
+        """It always shows the shards."""
+
+    def discard(self) -> None:
+        """Drop pages that were written; there rarely are any, and looking costs a tenth of finding all pages again."""
+        if not self.is_untouched():
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def is_untouched(self) -> bool:
+        """Whether no page is this process's own; unknown counts as written."""
+        entries = _page_entries(self._address, self._length)
+        if entries is None:
+            return False
+        is_own = (entries & _PAGE_OF_FILE == 0) & (entries & _PAGE_SOMEWHERE != 0)
+        return not bool(is_own.any())
+
+
+# Flags of an entry of /proc/self/pagemap (the kernel's admin guide, "pagemap"), as signed 64-bit words.
+_PAGE_OF_FILE = 1 << 61
+_PAGE_SOMEWHERE = -(1 << 62)  # in memory or swapped out
+
+
+def _page_entries(address: int, length: int) -> torch.Tensor | None:
+    try:
+        raw = os.pread(_pagemap(os.getpid()), length // mmap.PAGESIZE * 8, address // mmap.PAGESIZE * 8)
+    except OSError:
+        return None
+    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if len(raw) == length // mmap.PAGESIZE * 8 else None
+
+
+@functools.lru_cache(maxsize=1)  # a forked child asks about its own pages
+def _pagemap(pid: int) -> int:
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _map_over(address: int, length: int, file: int, start: int) -> None:
+    """Let part of an existing mapping show a file: Python's mmap cannot be told an address."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if libc.mmap(address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, start) != address:
+        raise OSError(ctypes.get_errno(), "shards cannot be mapped as one vector")
+
+
+_MAP_FIXED = 0x10
 
 
 class FixedBuffer(FullBuffer):

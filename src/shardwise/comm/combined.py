@@ -1,0 +1,228 @@
+"""CPU ranks on several hosts, several on each: shared memory inside a host, messages between hosts.
+
+Every element crosses the network once per host, not once per rank. The ranks with the same place on their hosts form a rail:
+messages go along rails, and what arrives is handed on inside the host. Sums are formed inside each host in rank order and
+then over hosts in order of their first rank, in fp32 or wider. Every rank takes part in every gather and reduction.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
+from shardwise.comm.meeting import Meeting
+from shardwise.comm.pairwise import broadcast_by_gloo, combine_by_gloo
+from shardwise.comm.shared import HostShards, copier
+from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.watch import Operation
+from shardwise.comm.world import World
+from shardwise.observe import pause
+from shardwise.ticket import Lane, Ticket
+
+
+class _HostSums:
+    """One chunk: this host's sums for every rail mate, and what the mates send."""
+
+    def __init__(self, num_hosts: int, numel: int, dtype: torch.dtype) -> None:
+        self.mine = torch.empty(num_hosts, numel, dtype=dtype)
+        self.theirs = torch.empty(num_hosts, numel, dtype=dtype)
+        self.works: list[tuple[Any, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.mine.numel() * self.mine.element_size()
+
+
+class CombinedTransport(Transport):
+    """Both levels: mailboxes between the ranks of a host, point-to-point messages along rails."""
+
+    name = "combined (shared memory in hosts, pairwise between them)"
+    gathers_ahead = True
+
+    def __init__(self, world: World, hosts: Sequence[Sequence[int]], exchange_bytes: int, timeout_s: float) -> None:
+        super().__init__(world, timeout_s)
+        self._hosts = hosts  # ranks of each host
+        self._at = next(number for number, ranks in enumerate(hosts) if world.rank in ranks)
+        self._host = world.part(list(hosts[self._at]))
+        self._local = self._host.rank
+        self.watch.share(self._host)
+        # A quarter of the buffers each: two sets of mailboxes, two sets of sums (twice as many vectors as hosts).
+        self._chunk_bytes = min(
+            chunk_bytes_for(exchange_bytes // 4, self._host.world_size),
+            max(exchange_bytes // (8 * len(hosts)) // 4096 * 4096, 4096),
+        )
+        self._gather_mail = Mailboxes(self._host, self._chunk_bytes, self.watch)
+        self._reduce_mail = Mailboxes(self._host, self._chunk_bytes, self.watch)
+        self._meeting = Meeting(self._host, self.watch)
+        self._shards = HostShards(world, self._host)
+        self._gather_group = world.new_group()
+        self._reduce_group = world.new_group()
+        self._gather_lane = Lane("shardwise-gather")
+        self._reduce_lane = Lane("shardwise-reduce")
+        self._sums: dict[torch.dtype, tuple[_HostSums, _HostSums]] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
+        """Memory shared inside the host."""
+        return self._shards.reserve(reservations)
+
+    def _mates(self) -> Iterator[tuple[int, int]]:
+        """The other hosts and the rank there that has this rank's place, the next host first."""
+        for step in range(1, len(self._hosts)):
+            host = (self._at + step) % len(self._hosts)
+            yield host, self._hosts[host][self._local]
+
+    # -- gather -----------------------------------------------------------------------------------------------
+
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+        """Exchange along the rail and hand on inside the host, on a lane of its own."""
+        pause("gather.start")
+        self._count_gather(shard)
+        operation = self.watch.begin("prefetch", "gather", tag)
+        return self._gather_lane.submit(lambda: self._gather(operation, shard.contiguous(), full))
+
+    def _gather(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
+        with self.watch.during(operation):
+            landings: dict[int, torch.Tensor] = {}
+            works: list[tuple[Any, int]] = []
+            for _, mate in self._mates():
+                place = own_slice(self.world, full, mate)
+                landings[mate] = torch.empty_like(shard) if full.dtype != shard.dtype else place
+                works.append((dist.irecv(landings[mate], group=self._gather_group, tag=operation.tag, group_src=mate), mate))
+                works.append((dist.isend(shard, group=self._gather_group, tag=operation.tag, group_dst=mate), mate))
+            if self._shards.holds(operation.tag, shard):
+                self._shards.copy_into(full, operation.tag)
+            else:
+                copy_own(self.world, shard, full)
+                self._hand_on(operation, shard, full, self._at)
+            pause("gather.wait")
+            self.watch.wait_all(works, operation)
+            for _, mate in self._mates():
+                if landings[mate].data_ptr() != own_slice(self.world, full, mate).data_ptr():
+                    own_slice(self.world, full, mate).copy_(landings[mate])
+            for host in range(len(self._hosts)):  # the same order on every rank of the host
+                if host != self._at:
+                    self._hand_on(operation, landings[self._hosts[host][self._local]], full, host)
+
+    def _hand_on(self, operation: Operation, part: torch.Tensor, full: torch.Tensor, host: int) -> None:
+        """Give a shard of `host` that this rank has to the ranks beside it, and take theirs."""
+        chunk = self._chunk_bytes // part.element_size()
+        for start in range(0, part.numel(), chunk):
+            piece = part[start : start + chunk]
+            for peer in self._host.peers():
+                self._gather_mail.post(peer, operation, piece.numel(), piece.dtype, copier(piece))
+            for peer in self._host.peers():
+                place = own_slice(self.world, full, self._hosts[host][peer])[start : start + chunk]
+                self._gather_mail.read(peer, operation, piece.numel(), piece.dtype, place.copy_)
+
+    # -- reduce -----------------------------------------------------------------------------------------------
+
+    def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
+        """Sum inside the host for every rail mate, then over hosts; while one chunk is on the network the next is summed."""
+        self._count_reduce(shard_numel, wire)
+        pause("reduce.start")
+        operation = self.watch.begin("exchange", "reduce", tag)
+        return self._reduce_lane.submit(lambda: self._reduce(operation, shard_numel, wire, source, sink))
+
+    def _reduce(self, operation: Operation, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> None:
+        with self.watch.during(operation):
+            sets = self._sums_for(sum_dtype(wire))
+            chunk = sets[0].mine.shape[1]
+            for number, start in enumerate(range(0, shard_numel + chunk, chunk)):
+                if start < shard_numel:
+                    numel = min(chunk, shard_numel - start)
+                    self._send_sums(operation, sets[number % 2], shard_numel, start, numel, wire, source)
+                if number:
+                    before = start - chunk
+                    self._land_sums(operation, sets[(number - 1) % 2], before, min(chunk, shard_numel - before), sink)
+
+    def _send_sums(
+        self,
+        operation: Operation,
+        sums: _HostSums,
+        shard_numel: int,
+        start: int,
+        numel: int,
+        wire: torch.dtype,
+        source: Source,
+    ) -> None:
+        pause("reduce.post")
+        sums.works = [
+            (dist.irecv(sums.theirs[host, :numel], group=self._reduce_group, tag=operation.tag, group_src=mate), mate)
+            for host, mate in self._mates()
+        ]
+        for host, ranks in enumerate(self._hosts):
+            for peer in self._host.peers():
+                fill = functools.partial(source, ranks[peer] * shard_numel + start)
+                self._reduce_mail.post(peer, operation, numel, wire, fill)
+            total = sums.mine[host, :numel]
+            own = self._scratch_for(wire)[:numel]
+            for local in range(self._host.world_size):
+                add = total.copy_ if local == 0 else total.add_
+                if local == self._local:
+                    source(ranks[local] * shard_numel + start, own)
+                    add(own)
+                else:
+                    self._reduce_mail.read(local, operation, numel, wire, add)
+            if host != self._at:
+                mate = ranks[self._local]
+                work = dist.isend(total, group=self._reduce_group, tag=operation.tag, group_dst=mate)
+                sums.works.append((work, mate))
+
+    def _land_sums(self, operation: Operation, sums: _HostSums, start: int, numel: int, sink: Sink) -> None:
+        pause("reduce.land")
+        self.watch.wait_all(sums.works, operation)
+        sums.theirs[self._at, :numel] = sums.mine[self._at, :numel]
+        total = sums.mine[self._at, :numel].copy_(sums.theirs[0, :numel])
+        for host in range(1, len(self._hosts)):
+            total.add_(sums.theirs[host, :numel])
+        sink(start, total)
+
+    def _sums_for(self, dtype: torch.dtype) -> tuple[_HostSums, _HostSums]:
+        if dtype not in self._sums:
+            numel = self._chunk_bytes // dtype.itemsize
+            self._sums[dtype] = (_HostSums(len(self._hosts), numel, dtype), _HostSums(len(self._hosts), numel, dtype))
+        return self._sums[dtype]
+
+    def _scratch_for(self, wire: torch.dtype) -> torch.Tensor:
+        if wire not in self._scratch:
+            self._scratch[wire] = torch.empty(self._chunk_bytes // sum_dtype(wire).itemsize, dtype=wire)
+        return self._scratch[wire]
+
+    # -- the rest ---------------------------------------------------------------------------------------------
+
+    def fence(self) -> None:
+        """Only ranks of this host read each other's shards unasked."""
+        pause("fence")
+        self._meeting.fence(self.watch.begin("meeting", "fence"))
+
+    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Gloo's own reduction: small values."""
+        return combine_by_gloo(self, values, op)
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Gloo's own broadcast."""
+        return broadcast_by_gloo(self, values)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Mailboxes, host sums and one chunk of scratch."""
+        sums = sum(s.num_bytes for pair in self._sums.values() for s in pair)
+        scratch = sum(t.numel() * t.element_size() for t in self._scratch.values())
+        return self._gather_mail.num_bytes + self._reduce_mail.num_bytes + sums + scratch
+
+    @property
+    def planned_exchange_bytes(self) -> int:
+        """The same with an fp32 wire."""
+        mail = self._gather_mail.num_bytes + self._reduce_mail.num_bytes
+        return mail + (4 * len(self._hosts) + 1) * self._chunk_bytes
+
+    def close(self) -> None:
+        """End the lanes; memory goes with the last reference."""
+        self._gather_lane.close()
+        self._reduce_lane.close()

@@ -1,0 +1,53 @@
+"""Small values of every rank of one host, laid open in shared memory: fences, and what ranks agree on.
+
+Each round a rank writes its values, counts up, and reads the others' when all have counted. Rounds use two areas in turn: a rank
+that writes round k + 2 has seen everyone enter round k + 1, so everyone has read round k.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm.segment import PAGE_BYTES, SharedSegments
+from shardwise.comm.watch import Operation, Watch
+from shardwise.comm.world import World
+
+_AREA_BYTES = 4 * PAGE_BYTES
+
+
+class Meeting:
+    """Where the ranks of one host wait for each other."""
+
+    def __init__(self, host: World, watch: Watch) -> None:
+        self._host = host
+        self._watch = watch
+        self._segments = SharedSegments(host, PAGE_BYTES + 2 * _AREA_BYTES)
+        self._counts = [self._segments.words(rank, 0, 1) for rank in range(host.world_size)]
+        self._round = 0
+
+    def fence(self, operation: Operation) -> None:
+        """Return when every rank is here."""
+        self._meet(operation)
+
+    def collect(self, operation: Operation, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's `values` (a flat tensor, equally long everywhere), one row per rank."""
+        rows = torch.empty(self._host.world_size, values.numel(), dtype=values.dtype)
+        step = _AREA_BYTES // values.element_size()
+        for start in range(0, values.numel(), step):
+            part = values[start : start + step]
+            at = PAGE_BYTES + self._round % 2 * _AREA_BYTES
+            self._segments.view(self._host.rank, at, part.numel(), part.dtype).copy_(part)
+            self._meet(operation)
+            for rank in range(self._host.world_size):
+                rows[rank, start : start + step] = self._segments.view(rank, at, part.numel(), part.dtype)
+        return rows
+
+    def _meet(self, operation: Operation) -> None:
+        self._round += 1
+        target = self._round
+        self._counts[self._host.rank][0] = target
+        self._watch.until(
+            lambda: all(count[0] >= target for count in self._counts),
+            operation,
+            lambda: [self._host.ranks[rank] for rank, count in enumerate(self._counts) if count[0] < target],
+        )

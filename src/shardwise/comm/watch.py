@@ -1,0 +1,246 @@
+"""Names every operation between ranks, and turns a wait that takes too long into an error on every rank.
+
+An operation carries (sequence, kind, Unit). Ranks of one host keep an account of theirs in shared memory, so that a rank
+that waits can say what the others are doing; ranks of several hosts leave notices in the launch's own key-value store.
+After its first failure a transport refuses all further work: no rank waits twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed.distributed_c10d as c10d
+
+from shardwise.comm.segment import SharedSegments
+from shardwise.comm.world import World
+from shardwise.errors import TransportError
+
+KINDS = ("gather", "reduce", "fence", "combine")
+CHANNELS = ("exchange", "meeting", "prefetch")
+"""Operations of one channel come in the same order on every rank; each channel counts its own."""
+_LOOKS = 100  # before the first sleep: about the time a peer on another core needs to finish a small chunk
+_SHORTEST_NAP_S = 50e-6
+_LONGEST_NAP_S = 1e-3
+_CHECK_S = 0.1  # how often a waiting rank looks whether its peers still exist and whether any has given up
+_NOTICE_S = 2.0  # how long a failing rank asks the store what the others say
+_WORDS = 4  # of an account, per channel: sequence, kind and Unit, step, rank waited for
+_TAG_BITS = 32
+
+
+class Operation(NamedTuple):
+    """What ranks do together: its number in its channel, what it is, and the Unit it is for (-1: none)."""
+
+    channel: str
+    sequence: int
+    kind: str
+    tag: int
+
+    @property
+    def code(self) -> int:
+        """Kind and Unit in one word."""
+        return KINDS.index(self.kind) << _TAG_BITS | (self.tag + 1)
+
+    @staticmethod
+    def decode(channel: str, sequence: int, code: int) -> Operation:
+        """The operation a code stands for."""
+        return Operation(channel, sequence, KINDS[code >> _TAG_BITS], (code & ((1 << _TAG_BITS) - 1)) - 1)
+
+
+class Watch:
+    """One rank's operations: begun, waited for, failed."""
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        self.world = world
+        self.timeout_s = timeout_s
+        self.step = 0
+        """Optimizer steps finished so far, for messages."""
+        self._names: dict[int, tuple[str, tuple[str, ...]]] = {}
+        self._sequences = dict.fromkeys(CHANNELS, 0)
+        self._failure: str | None = None
+        self._host: World | None = None
+        self._accounts: list[memoryview] = []
+        self._pids: list[int] = []
+
+    def know(self, tag: int, name: str, parameters: Sequence[str]) -> None:
+        """What a tag is called in messages."""
+        self._names[tag] = (name, tuple(parameters))
+
+    def share(self, host: World) -> None:
+        """Keep accounts in memory shared with the ranks of this host."""
+        segments = SharedSegments(host, 8 * (_WORDS * len(CHANNELS) + 1))
+        self._host = host
+        self._pids = segments.pids
+        self._accounts = [segments.words(r, 0, _WORDS * len(CHANNELS) + 1) for r in range(host.world_size)]
+        self._kept = segments
+
+    # -- operations -------------------------------------------------------------------------------------------
+
+    def begin(self, channel: str, kind: str, tag: int = -1) -> Operation:
+        """Number the next operation of a channel; raises if this run's ranks have failed already."""
+        self._refuse_after_failure()
+        sequence = self._sequences[channel]
+        self._sequences[channel] = sequence + 1
+        operation = Operation(channel, sequence, kind, tag)
+        if channel == "meeting":  # the others are accounted for when their lane comes to them
+            self._write(operation, -1)
+        return operation
+
+    @contextlib.contextmanager
+    def during(self, operation: Operation) -> Iterator[None]:
+        """Account for an operation while it runs; whatever it raises fails the whole run."""
+        self._refuse_after_failure()
+        self._write(operation, -1)
+        try:
+            yield
+        except TransportError:
+            raise
+        except BaseException as error:
+            self._mark_failed(f"rank {self.world.rank} failed in {self.name(operation)}: {error}")
+            raise
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise TransportError(f"this run has failed before and its ranks are no longer in step: {self._failure}")
+
+    def _write(self, operation: Operation, peer: int) -> None:
+        if self._host is not None:
+            at = CHANNELS.index(operation.channel) * _WORDS
+            words = self._accounts[self._host.rank]
+            words[at], words[at + 1], words[at + 2], words[at + 3] = operation.sequence + 1, operation.code, self.step, peer + 1
+
+    # -- waiting ----------------------------------------------------------------------------------------------
+
+    def until(self, is_ready: Callable[[], bool], operation: Operation, lagging: Callable[[], list[int]]) -> None:
+        """Wait for ranks of this host, asleep after a few looks; `lagging` says which ones are missing."""
+        for _ in range(_LOOKS):
+            if is_ready():
+                return
+        begin = checked = time.monotonic()
+        nap = _SHORTEST_NAP_S
+        while not is_ready():
+            time.sleep(nap)  # a peer on the same core can run
+            nap = min(nap * 1.1, _LONGEST_NAP_S)
+            now = time.monotonic()
+            if now - checked > _CHECK_S:
+                checked = now
+                missing = lagging()
+                if missing:
+                    self._write(operation, missing[0])
+                    self._check(operation, missing, now - begin, is_ready)
+        self._write(operation, -1)
+
+    def _check(self, operation: Operation, missing: list[int], waited_s: float, is_ready: Callable[[], bool]) -> None:
+        assert self._host is not None
+        if not is_ready():
+            self._refuse_after_failure()  # another thread of this rank may have found out first
+        ended = [rank for rank in missing if _state_of(self._pid(rank)) is None]
+        if ended and not is_ready():
+            raise self.failed(operation, ended, waited_s, "which has ended" if len(ended) == 1 else "which have ended")
+        for local, words in enumerate(self._accounts):
+            if words[-1] and local != self._host.rank:
+                raise self.failed(operation, missing, waited_s, f"until rank {self._host.ranks[local]} gave up")
+        if waited_s > self.timeout_s:
+            raise self.failed(operation, missing, waited_s, f"longer than timeout_s={self.timeout_s:g}")
+
+    def wait_all(self, works: Sequence[tuple[Any, int]], operation: Operation) -> None:
+        """Wait for messages between hosts, each with the rank it comes from or goes to."""
+        begin = time.monotonic()
+        for work, peer in works:
+            left_s = max(self.timeout_s - (time.monotonic() - begin), 0.001)
+            try:
+                work.wait(timedelta(seconds=left_s))
+            except RuntimeError as error:
+                waited_s = time.monotonic() - begin
+                is_late = waited_s >= 0.95 * self.timeout_s
+                cause = f"longer than timeout_s={self.timeout_s:g}" if is_late else f"until the connection failed ({error})"
+                raise self.failed(operation, [peer] if peer >= 0 else [], waited_s, cause) from error
+
+    # -- failing ----------------------------------------------------------------------------------------------
+
+    def failed(self, operation: Operation, missing: list[int], waited_s: float, cause: str) -> TransportError:
+        """Mark this rank as failed, so that its peers stop too, and say what everyone was doing."""
+        whom = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the other ranks"
+        text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
+        accounts = [self._account(local) for local in range(len(self._accounts)) if self._host and local != self._host.rank]
+        is_first = self._failure is None
+        self._mark_failed(text)
+        if is_first and (self._host is None or self._host.world_size < self.world.world_size):
+            accounts += self._exchange_notices(text)
+        return TransportError(" ".join([text, *accounts]))
+
+    def _mark_failed(self, text: str) -> None:
+        self._failure = self._failure or text
+        if self._host is not None:
+            self._accounts[self._host.rank][-1] = 1
+
+    def name(self, operation: Operation, step: int | None = None) -> str:
+        """An operation in words: what, the how manieth, which module and parameters, which step."""
+        head, tail = f"{operation.kind} {operation.sequence}", f"at step {self.step if step is None else step}"
+        if operation.tag < 0:
+            return f"{head} {tail}"
+        name, parameters = self._names.get(operation.tag, (str(operation.tag), ()))
+        shown = ", ".join(repr(p) for p in parameters[:2]) + (f" and {len(parameters) - 2} more" if len(parameters) > 2 else "")
+        return f"{head} of Unit {name!r}{f' (parameters {shown})' if shown else ''} {tail}"
+
+    def _pid(self, rank: int) -> int:
+        assert self._host is not None
+        return self._pids[self._host.ranks.index(rank)]
+
+    def _account(self, local: int) -> str:
+        """What another rank of this host is doing."""
+        assert self._host is not None
+        words, rank = self._accounts[local], self._host.ranks[local]
+        state = _state_of(self._pids[local])
+        where = f"process {self._pids[local]}"
+        if state is None:
+            return f"Rank {rank} has ended ({where})."
+        if state == "T":
+            return f"Rank {rank} is stopped ({where})."
+        latest = []
+        for number, channel in enumerate(CHANNELS):
+            sequence, code, step, peer = words[number * _WORDS : (number + 1) * _WORDS]
+            if not sequence:
+                continue
+            what = self.name(Operation.decode(channel, sequence - 1, code), step)
+            if peer:
+                return f"Rank {rank} waits for rank {peer - 1} in {what}."
+            latest.append((step, channel == "exchange", what))
+        if not latest:
+            return f"Rank {rank} runs ({where}) and has not begun any exchange."
+        return f"Rank {rank} runs ({where}) and waits for nobody; it last took part in {max(latest)[2]}."
+
+    def _exchange_notices(self, text: str) -> list[str]:
+        """Tell the ranks of other hosts, and hear what they say; the store itself may be gone, so never for long."""
+        heard: list[str] = []
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                store = c10d.PrefixStore("shardwise-notices", c10d._get_default_store())
+                store.set(str(self.world.rank), text)
+                deadline = time.monotonic() + 0.5 * _NOTICE_S
+                missing = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+                while missing and time.monotonic() < deadline:
+                    for rank in [rank for rank in missing if store.check([str(rank)])]:
+                        missing.remove(rank)
+                        heard.append(f"Rank {rank} says: {store.get(str(rank)).decode()}")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=ask, name="shardwise-notices", daemon=True)
+        thread.start()
+        thread.join(timeout=_NOTICE_S)
+        return list(heard)
+
+
+def _state_of(pid: int) -> str | None:
+    """The kernel's letter for a process's state; None if it is gone, or has ended and only waits for its parent."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            state = stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+    return None if state in ("Z", "X") else state

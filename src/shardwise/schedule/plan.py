@@ -1,0 +1,34 @@
+"""Trace, sizes and budget in, moves out. Pure arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which Units a step gathers, in order, and how far ahead each may be started."""
+
+    order: tuple[int, ...]
+    backward_at: int
+    """Where in `order` the backward begins."""
+    reach: tuple[int, ...]
+    """`reach[i]`: positions below this one may have been started when position i - 1 is in use (i = 0: before the first)."""
+
+
+def make_plan(order: Sequence[int], backward_at: int, sizes: Mapping[int, int], budget_bytes: int, depth: int) -> Plan:
+    """At most `depth` Units ahead of the one in use, and never more than `budget_bytes` of them together.
+
+    A Unit that alone exceeds the budget is not started early, and nothing behind it overtakes it.
+    """
+    reach = []
+    for position in range(len(order) + 1):
+        stop, ahead_bytes = position, 0
+        while stop < len(order) and stop - position < depth:
+            ahead_bytes += sizes[order[stop]]
+            if ahead_bytes > budget_bytes:
+                break
+            stop += 1
+        reach.append(stop)
+    return Plan(tuple(order), backward_at, tuple(reach))

@@ -1,0 +1,124 @@
+"""Carries a plan out: starts gathers before they are needed, and gives up what a pass skips.
+
+Called by the runtime at every gather, free and pass boundary. It knows Units as numbers; `start` and `drop` do the work.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from shardwise.schedule.depth import Depth
+from shardwise.schedule.plan import Plan, make_plan
+from shardwise.schedule.trace import Phase, Trace
+
+
+class Runner:
+    """Follows the trace of the last step through this one."""
+
+    def __init__(
+        self, sizes: Mapping[int, int], budget_bytes: int, start: Callable[[int], bool], drop: Callable[[int], None]
+    ) -> None:
+        """`sizes` in bytes by Unit; `start(unit)` is False if that Unit cannot be started yet; `drop(unit)` gives one up."""
+        self._sizes = sizes
+        self.budget_bytes = budget_bytes
+        self._start = start
+        self._drop = drop
+        self._trace = Trace()
+        self.depth = Depth(most=len(sizes))
+        self._plan = Plan((), 0, (0,))
+        self._is_stale = False
+        self._phase: Phase | None = None
+        self._position = 0  # the next gather the plan expects
+        self._next = 0  # the next gather to start
+        self._started: deque[tuple[int, int]] = deque()  # (position, Unit) started and not yet used
+        self.num_early = 0
+        self.num_on_demand = 0
+
+    def begin_forward(self, *, is_new: bool) -> None:
+        """An outermost call begins. If it is not the whole model's (`is_new`) it may go on with a pass that others began."""
+        if is_new or self._phase is not Phase.FORWARD:
+            self._begin(Phase.FORWARD)
+
+    def begin_backward(self) -> None:
+        """Autograd has begun: what was gathered since the last forward began is what a forward gathers."""
+        if self._phase is Phase.FORWARD:
+            self._is_stale |= self._trace.end(Phase.FORWARD)
+        self._begin(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """Autograd has ended."""
+        if self._phase is Phase.BACKWARD:
+            self._is_stale |= self._trace.end(Phase.BACKWARD)
+        self.stop()
+
+    def _begin(self, phase: Phase) -> None:
+        """Expect what the last such pass did. What was started for another pass is given up."""
+        if self._is_stale:
+            self.settle()
+            order, backward_at = self._trace.order()
+            self._plan = make_plan(order, backward_at, self._sizes, self.budget_bytes, self.depth.now)
+            self._is_stale = False
+        self._phase = phase
+        self._trace.begin(phase)
+        self._move_to(0 if phase is Phase.FORWARD else self._plan.backward_at)
+
+    def use(self, unit: int) -> None:
+        """A Unit is needed now."""
+        if self._phase is None:
+            self.num_on_demand += 1
+            return
+        self._trace.add(self._phase, unit)
+        is_early = any(unit == started for _, started in self._started)
+        self.num_early += is_early
+        self.num_on_demand += not is_early
+        found = self._find(unit)
+        if found is not None:
+            self._move_to(found + 1, used=unit)
+
+    def _find(self, unit: int) -> int | None:
+        """Where the plan expects this Unit next, in the pass that runs; blocks in between were skipped."""
+        stop = self._plan.backward_at if self._phase is Phase.FORWARD else len(self._plan.order)
+        return next((p for p in range(self._position, stop) if self._plan.order[p] == unit), None)
+
+    def _move_to(self, position: int, used: int | None = None) -> None:
+        """Expect `position` next; of what was started, drop what lies before it and was not used."""
+        self._position = position
+        kept: deque[tuple[int, int]] = deque()
+        for at, unit in self._started:
+            if unit == used:
+                used = None
+            elif at < position or at >= self._plan.reach[position]:
+                self._drop(unit)
+            else:
+                kept.append((at, unit))
+        self._started = kept
+        self._next = max((at + 1 for at, _ in kept), default=position)
+
+    def pump(self) -> None:
+        """Start what may be started now. Called when a Unit is in use or was freed."""
+        if self._phase is None:
+            return
+        while self._next < self._plan.reach[self._position]:
+            unit = self._plan.order[self._next]
+            if any(unit == started for _, started in self._started) or not self._start(unit):
+                return  # still in use: its turn comes when it is freed
+            self._started.append((self._next, unit))
+            self._next += 1
+
+    def stop(self) -> None:
+        """No pass runs, or none whose end will be seen: start nothing, hold nothing."""
+        self.settle()
+        self._phase = None
+
+    def settle(self) -> None:
+        """Give up everything that was started and not used."""
+        started, self._started = self._started, deque()
+        for _, unit in started:
+            self._drop(unit)
+        self._next = self._position
+
+    def observe(self, stall_percent: int) -> None:
+        """The share of the last step spent waiting for gathers, the same number on every rank."""
+        if self.depth.observe(stall_percent):
+            self._is_stale = True
