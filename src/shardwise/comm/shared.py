@@ -149,8 +149,10 @@ class SharedTransport(Transport):
                     self._post_chunk(operation, shard_numel, after, min(chunk, shard_numel - after), wire, source)
                 if start >= 0:
                     numel = min(chunk, shard_numel - start)
-                    self._sum_chunk(operation, shard_numel, start, total[:numel], wire, source)
-                    sink(start, total[:numel])
+                    place = sink.place(start, numel)
+                    landed = total[:numel] if place is None or place.dtype != total.dtype else place
+                    self._sum_chunk(operation, shard_numel, start, landed, wire, source)
+                    sink(start, landed)
 
     def _post_chunk(
         self, operation: Operation, shard_numel: int, start: int, numel: int, wire: torch.dtype, source: Source
@@ -165,6 +167,10 @@ class SharedTransport(Transport):
         pause("reduce.land")
         rank, size = self.world.rank, self.world.world_size
         own_start = rank * shard_numel + start
+        mine = source.view(own_start, total.numel()) if wire == total.dtype else None
+        if size == 2 and mine is not None and mine.dtype == wire:
+            self._mail.read(1 - rank, operation, total.numel(), wire, lambda theirs: torch.add(mine, theirs, out=total))
+            return
         others = [peer for peer in range(size) if peer != rank]
         own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
         if rank == 0 or size == 2:  # with two ranks a + b is b + a: no need to wait before adding one's own

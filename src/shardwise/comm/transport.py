@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,25 @@ from shardwise.comm.world import World
 from shardwise.ticket import Ticket
 from shardwise.tiers import FullBuffer
 
-Source = Callable[[int, torch.Tensor], None]
-"""`source(start, out)` writes elements [start, start + len(out)) of this rank's full gradient into `out`."""
-Sink = Callable[[int, torch.Tensor], None]
-"""`sink(start, total)` takes the sum over ranks for elements [start, start + len(total)) of this rank's shard."""
+
+class Source(Protocol):
+    """This rank's full gradient."""
+
+    def __call__(self, start: int, out: torch.Tensor) -> None:
+        """Write elements [start, start + len(out)) into `out`."""
+
+    def view(self, start: int, numel: int) -> torch.Tensor | None:
+        """The same elements where they lie, if they lie side by side somewhere."""
+
+
+class Sink(Protocol):
+    """Where this rank's shard of the summed gradient goes."""
+
+    def place(self, start: int, numel: int) -> torch.Tensor | None:
+        """Memory to form the sum for elements [start, start + numel) of the shard in; None: form it elsewhere."""
+
+    def __call__(self, start: int, total: torch.Tensor) -> None:
+        """Take the sum over ranks for elements [start, start + len(total)): each element once, in `place` or elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)

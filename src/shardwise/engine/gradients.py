@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -75,8 +75,7 @@ class Gradients:
         if len(arrived) == len(unit.params) and unit.index not in self._launched:
             if unit.index not in self._completed:
                 self._completed.append(unit.index)
-            if self._stage.grads is Held.SHARD:
-                self._launch_ready()
+            self._launch_ready()
 
     def _launch_ready(self) -> None:
         while self._position < len(self._order):
@@ -87,13 +86,20 @@ class Gradients:
             self._position += 1
 
     def _launch(self, unit: Unit, *, adds: bool = False) -> None:
-        while len(self._flying) >= MAX_IN_FLIGHT and self._flying[0][0].is_done_within(PATIENCE_S):
+        is_bounded = self._stage.grads is Held.SHARD
+        while is_bounded and len(self._flying) >= MAX_IN_FLIGHT and self._flying[0][0].is_done_within(PATIENCE_S):
+            self._land()
+        while self._flying and self._flying[0][0].is_done_within(0.0):
             self._land()
         arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
         self._launched.add(unit.index)
         self._events.emit("reduce", unit.name)
         ticket = self._transport.reduce(
-            unit.index, unit.layout.shard_numel, unit.dtypes.reduce, _source(unit, arrived), self._sink(unit, adds)
+            unit.index,
+            unit.layout.shard_numel,
+            unit.dtypes.reduce,
+            _LocalGrad(unit, arrived),
+            _GradShard(unit, self._world.world_size * self.loss_scale, adds),
         )
         self._flying.append((ticket, unit.name, sum(_num_bytes(grad) for grad in arrived.values())))
 
@@ -107,32 +113,6 @@ class Gradients:
             self._events.emit("reduced", name, since=begin)
             self._events.emit_span("reduce", name, ticket.span, "exchange")
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
-
-    def _sink(self, unit: Unit, adds: bool) -> Callable[[int, torch.Tensor], None]:
-        grad = unit.grad_memory()
-        own = unit.rank * unit.layout.shard_numel
-        mine = grad[own - unit.span.start : own - unit.span.start + unit.layout.shard_numel]
-        # A slot without a gradient yet is overwritten, one with a gradient accumulates.
-        held = {piece.piece.slot_index for piece in unit.pieces if adds or piece.master.grad is not None}
-        divisor = self._world.world_size * self.loss_scale
-
-        def sink(start: int, total: torch.Tensor) -> None:
-            if divisor != 1.0:
-                total.div_(divisor)
-            stop = start + total.numel()
-            if not held:
-                mine[start:stop].copy_(total)
-            elif len(held) == len(unit.pieces):
-                mine[start:stop].add_(total)
-            else:
-                for slot, _, at, numel in unit.layout.cover(own + start, own + stop):
-                    target, part = mine[start + at : start + at + numel], total[at : at + numel]
-                    if slot in held:
-                        target.add_(part)
-                    else:
-                        target.copy_(part)
-
-        return sink
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
@@ -294,17 +274,66 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _source(unit: Unit, grads: dict[int, torch.Tensor]) -> Callable[[int, torch.Tensor], None]:
-    def source(start: int, out: torch.Tensor) -> None:
-        for slot, at, run_start, numel in unit.layout.cover(start, start + out.numel()):
+class _LocalGrad:
+    """The gradient of one backward on this rank, as the flat vector of its Unit; what was not used counts as zero."""
+
+    def __init__(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+        self._layout = unit.layout
+        self._grads = grads
+
+    def __call__(self, start: int, out: torch.Tensor) -> None:
+        """Copy a range, whatever it spans."""
+        for slot, at, run_start, numel in self._layout.cover(start, start + out.numel()):
             part = out[run_start : run_start + numel]
-            grad = None if slot is None else grads.get(slot)
+            grad = None if slot is None else self._grads.get(slot)
             if slot is None or grad is None:
                 part.zero_()
             else:
-                _read_flat(grad, unit.layout.slots[slot].stride, at, part)
+                _read_flat(grad, self._layout.slots[slot].stride, at, part)
 
-    return source
+    def view(self, start: int, numel: int) -> torch.Tensor | None:
+        """A range inside one gradient that autograd laid out like its parameter."""
+        slot, at, _, length = next(iter(self._layout.cover(start, start + numel)))
+        grad = None if slot is None else self._grads.get(slot)
+        if slot is None or grad is None or length < numel or grad.stride() != self._layout.slots[slot].stride:
+            return None
+        return grad.as_strided((grad.numel(),), (1,))[at : at + numel]
+
+
+class _GradShard:
+    """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
+
+    def __init__(self, unit: Unit, divisor: float, adds: bool) -> None:
+        grad = unit.grad_memory()
+        self._layout = unit.layout
+        self._own = unit.rank * unit.layout.shard_numel
+        self._mine = grad[self._own - unit.span.start : self._own - unit.span.start + unit.layout.shard_numel]
+        self._held = {piece.piece.slot_index for piece in unit.pieces if adds or piece.master.grad is not None}
+        self._is_all_held = len(self._held) == len(unit.pieces)
+        self._divisor = divisor
+
+    def place(self, start: int, numel: int) -> torch.Tensor | None:
+        """Where nothing is held yet the sum may be formed in the gradient itself."""
+        return None if self._held else self._mine[start : start + numel]
+
+    def __call__(self, start: int, total: torch.Tensor) -> None:
+        """Average, and keep or accumulate."""
+        if self._divisor != 1.0:
+            total.div_(self._divisor)
+        stop = start + total.numel()
+        target = self._mine[start:stop]
+        if target.data_ptr() == total.data_ptr():
+            return
+        if not self._held:
+            target.copy_(total)
+        elif self._is_all_held:
+            target.add_(total)
+        else:
+            for slot, _, at, numel in self._layout.cover(self._own + start, self._own + stop):
+                if slot in self._held:
+                    target[at : at + numel].add_(total[at : at + numel])
+                else:
+                    target[at : at + numel].copy_(total[at : at + numel])
 
 
 def _read_flat(grad: torch.Tensor, stride: tuple[int, ...], at: int, out: torch.Tensor) -> None:

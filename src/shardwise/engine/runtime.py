@@ -234,13 +234,14 @@ class Runtime:
             self.runner.pump()
 
     def _start_gather(self, unit: Unit) -> None:
+        begin = time.perf_counter()
         full = unit.begin_gather()
         try:
-            self.events.emit("gather", unit.name)
             self._tickets[unit.index] = self.transport.gather(unit.index, unit.shard, full)
         except BaseException:
             unit.cancel_gather()
             raise
+        self.events.emit("gather", unit.name, since=begin)
 
     def _start_early(self, index: int) -> bool:
         unit = self.units[index]

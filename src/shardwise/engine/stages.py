@@ -20,7 +20,8 @@ class Stage:
     number: int
     params: Held
     grads: Held
-    """FULL: local gradients of the whole model are kept until backward ends; SHARD: reduced as they complete."""
+    """Local gradients are reduced as they complete. FULL: all of them may be alive until then, and the backward never waits;
+    SHARD: a few are, and the backward waits for earlier ones."""
     states: Held
     """Masters and moments, and therefore who updates what."""
 
