@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Precision, ShardConfig, UnitRule
-from shardwise.engine import MAX_IN_FLIGHT, Runtime, assemble, constructing
+from shardwise.engine import BUCKET_BYTES, MAX_IN_FLIGHT, Runtime, assemble, constructing
 from shardwise.errors import ConfigError, ModelError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
 from shardwise.optim import clone_optimizer, num_moments, state_bytes
@@ -263,6 +263,7 @@ class Run:
                 compute_itemsize=unit.dtypes.compute.itemsize,
                 master_itemsize=unit.dtypes.master.itemsize,
                 is_trainable=unit.is_trainable,
+                gathers_in_place=unit.can_overlay and unit.full_bytes == 0,
                 shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
             )
             for unit, spec in zip(self._runtime.units, self._specs, strict=True)
@@ -274,6 +275,8 @@ class Run:
             exchange_bytes=self._runtime.transport.planned_exchange_bytes,
             activation_bytes=self._activation_bytes if activation_bytes is None else activation_bytes,
             reductions_in_flight=MAX_IN_FLIGHT + 1,
+            bucket_bytes=BUCKET_BYTES * self._runtime.world.world_size,
+            prefetch_bytes=0 if self._runtime.runner is None else self._runtime.runner.budget_bytes,
         )
 
     def measured_memory(self) -> dict[str, int]:
@@ -303,6 +306,14 @@ class Run:
         with contextlib.suppress(OSError):  # the kernel's account is Linux's
             now = format_bytes(process_memory().total)
             lines += ["", f"process memory now {now} (interpreter and libraries included)"]
+        if runtime.threads:
+            lines.append(f"threads {runtime.threads}")
+        if runtime.runner is not None:
+            lines.append(
+                f"prefetch: {runtime.runner.depth.now} ahead within {format_bytes(runtime.runner.budget_bytes)}, "
+                f"{runtime.runner.num_early} gathers started early, {runtime.runner.num_on_demand} on demand, "
+                f"{runtime.stall_percent}% of the last step waited for gathers"
+            )
         counters = runtime.transport.counters
         for operation in sorted(counters.calls):
             lines.append(

@@ -1,8 +1,8 @@
 """How does one training step go?
 
 Public names: `assemble` (makes a run of a model), `Runtime` (the step itself: start reading in `runtime.py`), `STAGES`, `Stage`,
-`Held` (the ZeRO table), `Gradients`, `MAX_IN_FLIGHT`, `constructing` (sharded_init), `clip_factor`, `digest`, `emulates_16_bit`,
-`resolve_dtypes`.
+`Held` (the ZeRO table), `Gradients`, `BUCKET_BYTES`, `MAX_IN_FLIGHT`, `constructing` (sharded_init), `clip_factor`, `digest`,
+`emulates_16_bit`, `resolve_dtypes`.
 
 Invariants: stages differ only in the table; gradients are reduced and accumulated in fp32 or wider; parameters are
 never visible while their full vector is not filled.
@@ -11,12 +11,13 @@ never visible while their full vector is not filled.
 from shardwise.engine.assembly import assemble
 from shardwise.engine.construction import constructing
 from shardwise.engine.digest import digest
-from shardwise.engine.gradients import MAX_IN_FLIGHT, Gradients
+from shardwise.engine.gradients import BUCKET_BYTES, MAX_IN_FLIGHT, Gradients
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime, clip_factor
 from shardwise.engine.stages import STAGES, Held, Stage
 
 __all__ = [
+    "BUCKET_BYTES",
     "MAX_IN_FLIGHT",
     "STAGES",
     "Gradients",

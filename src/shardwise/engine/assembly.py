@@ -16,6 +16,7 @@ from shardwise.engine.hooks import attach, check_methods
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime
 from shardwise.engine.stages import STAGES, Held
+from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.observe import EventLog
 from shardwise.optim import LossScaler, adopt_optimizer, check_optimizer, make_pieces
@@ -43,9 +44,11 @@ def assemble(
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
+    threads = share_cores(world)
     _broadcast_buffers(world, model)
     scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
     runtime = Runtime(world, STAGES[config.stage], EventLog(), scaler, Ledger())
+    runtime.threads = threads
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
     reservations = [_reservation(unit) for unit in units]

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Transport, World
+from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.stages import Held, Stage
 from shardwise.observe import EventLog
 from shardwise.partition import Unit
 from shardwise.ticket import Ticket
 from shardwise.tiers import Kind, Ledger, Tier
 
+BUCKET_BYTES = 1 << 20
+"""Units whose shards are smaller than this are reduced together: one exchange for many."""
 MAX_IN_FLIGHT = 2
 """Reductions under way before the next one waits: bounds the gradients kept alive for them."""
 PATIENCE_S = 1.0
@@ -49,8 +51,9 @@ class Gradients:
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self._units}
         self._order = sorted(self._units, reverse=True)  # last Unit first, until a backward shows the true order
         self._next_order = self._order
-        self._position = 0
-        self._completed: list[int] = []
+        self._buckets = self._fill_buckets(self._order)
+        self._position = 0  # the next bucket
+        self._completed: dict[int, None] = {}  # in order of completion
         self._launched: set[int] = set()
         self._flying: deque[tuple[Ticket, str, int]] = deque()
         self._flags = {
@@ -73,35 +76,54 @@ class Gradients:
             self._ledger.take(self._tier, Kind.GRAD, _num_bytes(grad))
         arrived[slot] = grad
         if len(arrived) == len(unit.params) and unit.index not in self._launched:
-            if unit.index not in self._completed:
-                self._completed.append(unit.index)
+            self._completed[unit.index] = None
             self._launch_ready()
 
+    def _fill_buckets(self, order: Sequence[int]) -> list[list[Unit]]:
+        """Units in order, small ones together as long as they travel in one dtype. The same on every rank."""
+        buckets: list[list[Unit]] = []
+        held_bytes = BUCKET_BYTES
+        for unit in (self._units[index] for index in order):
+            num_bytes = unit.layout.shard_numel * unit.dtypes.master.itemsize
+            if held_bytes + num_bytes > BUCKET_BYTES or buckets[-1][0].dtypes != unit.dtypes:
+                buckets.append([])
+                held_bytes = 0
+            buckets[-1].append(unit)
+            held_bytes += num_bytes
+        return buckets
+
     def _launch_ready(self) -> None:
-        while self._position < len(self._order):
-            index = self._order[self._position]
-            if len(self._arrived[index]) < len(self._units[index].params):
-                return
-            self._launch(self._units[index])
+        while self._position < len(self._buckets):
+            for unit in self._buckets[self._position]:
+                if len(self._arrived[unit.index]) < len(unit.params):
+                    return
+            self._launch(self._buckets[self._position])
             self._position += 1
 
-    def _launch(self, unit: Unit, *, adds: bool = False) -> None:
+    def _launch(self, bucket: Sequence[Unit], *, adds: bool = False) -> None:
         is_bounded = self._stage.grads is Held.SHARD
         while is_bounded and len(self._flying) >= MAX_IN_FLIGHT and self._flying[0][0].is_done_within(PATIENCE_S):
             self._land()
         while self._flying and self._flying[0][0].is_done_within(0.0):
             self._land()
-        arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
-        self._launched.add(unit.index)
-        self._events.emit("reduce", unit.name)
+        sources, sinks, num_bytes = [], [], 0
+        for unit in bucket:
+            arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
+            self._launched.add(unit.index)
+            self._events.emit("reduce", unit.name)
+            sources.append(_LocalGrad(unit, arrived))
+            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, adds))
+            num_bytes += sum(_num_bytes(grad) for grad in arrived.values())
+        lengths = [unit.layout.shard_numel for unit in bucket]
+        first = bucket[0]
         ticket = self._transport.reduce(
-            unit.index,
-            unit.layout.shard_numel,
-            unit.dtypes.reduce,
-            _LocalGrad(unit, arrived),
-            _GradShard(unit, self._world.world_size * self.loss_scale, adds),
+            first.index,
+            sum(lengths),
+            first.dtypes.reduce,
+            sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
+            sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
         )
-        self._flying.append((ticket, unit.name, sum(_num_bytes(grad) for grad in arrived.values())))
+        self._flying.append((ticket, first.name, num_bytes))
 
     def _land(self) -> None:
         """Wait for the oldest reduction; the local gradients it held are gone then."""
@@ -132,7 +154,7 @@ class Gradients:
         if anyone_has_any:
             self._launch_rest()
         for index in late:
-            self._launch(self._units[index], adds=True)
+            self._launch([self._units[index]], adds=True)
         while self._flying:
             self._land()
         for unit in self._units.values():
@@ -141,14 +163,14 @@ class Gradients:
         return stall_percent
 
     def _launch_rest(self) -> None:
-        for index in self._order[self._position :]:
-            self._launch(self._units[index])
-        self._position = len(self._order)
+        for bucket in self._buckets[self._position :]:
+            self._launch(bucket)
+        self._position = len(self._buckets)
 
     def _agree(self, used_here: list[bool], has_any: bool, stall_percent: int) -> tuple[list[bool], list[int], bool, int]:
         """What any rank used, which reduced Units received more since (nested backwards), the next order, the largest stall."""
         late = [i in self._launched and bool(self._arrived[i]) for i in self._units]
-        order = self._completed + [i for i in self._order if i not in self._completed]
+        order = [*self._completed, *(i for i in self._order if i not in self._completed)]
         is_new = self._world.rank == 0 and order != self._order
         flags = torch.tensor([*used_here, *late, stall_percent, has_any, is_new], dtype=torch.uint8, device=self._world.device)
         found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
@@ -199,9 +221,11 @@ class Gradients:
             raise failed
 
     def _reset(self) -> None:
-        self._order = self._next_order
+        if self._next_order != self._order:
+            self._order = self._next_order
+            self._buckets = self._fill_buckets(self._order)
         self._position = 0
-        self._completed = []
+        self._completed = {}
         self._launched = set()
 
     # -- between backward and step ----------------------------------------------------------------------------

@@ -43,14 +43,14 @@ class _EnterModel(_Hook):
 
 class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(output)
+        return None if self._runtime is None else self._runtime.leave(self._entries, output)
 
 
 class _LeaveLookup(_Hook):
     """After a plain embedding look-up, whose backward does not read the table."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(output, reads_params_in_backward=False)
+        return None if self._runtime is None else self._runtime.leave(self._entries, output, reads_params_in_backward=False)
 
 
 class _BeginLoading(_Hook):
@@ -113,7 +113,7 @@ class _Method:
         try:
             output = self._method(*args, **kwargs)
         finally:
-            scaled = self._runtime.leave(output)
+            scaled = self._runtime.leave(self._entries, output)
         return output if scaled is None else scaled
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -138,9 +138,10 @@ def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: S
     entries = _entries(model, units)
     for module, its_entries in entries.items():
         enter = _EnterModel(runtime, its_entries) if module is model else _Enter(runtime, its_entries)
-        leave = _LeaveLookup(runtime) if _is_lookup(module) else _Leave(runtime)
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
+        leave = _LeaveLookup(runtime, its_entries) if _is_lookup(module) else _Leave(runtime, its_entries)
+        if its_entries or module is model:
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(leave, always_call=True)
         module.register_load_state_dict_pre_hook(_BeginLoading(runtime))
         module.register_load_state_dict_post_hook(_EndLoading(runtime))
     dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}

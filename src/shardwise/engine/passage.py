@@ -19,7 +19,9 @@ from shardwise.partition import ShardedParameter, Unit
 class BackwardListener(Protocol):
     """Who is told when the backward of a forward call begins and ends."""
 
-    def before_backward(self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage) -> None:
+    def before_backward(
+        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage | None
+    ) -> None:
         """Autograd is about to run the backward of a call; Units come with the version its graph was built on."""
 
     def announce(self, units: Iterable[Unit]) -> None:
@@ -84,10 +86,33 @@ class Passage:
             self._listener.release((unit for unit, _ in self._units), self)
 
 
+class Inside:
+    """Called when the backward of a call begins that ran inside an open Unit: usually the outer call has seen to it already.
+
+    It is there for outputs that reach the loss on the side, past the outer call's own outputs.
+    """
+
+    __slots__ = ("_listener", "_units")
+
+    def __init__(self, listener: BackwardListener, units: tuple[tuple[Unit, int], ...]) -> None:
+        self._listener = listener
+        self._units = units
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """The gradient of an output is there."""
+        for unit, version in self._units:
+            if not (unit.was_opened and unit.is_gathered and unit.version == version) or torch.is_grad_enabled():
+                self._listener.before_backward((), self._units, None)
+                return
+
+
 class Frame:
     """One forward call that is running now."""
 
-    def __init__(self, passage: Passage | None, *, is_root: bool) -> None:
+    __slots__ = ("is_inside", "is_root", "is_scaled", "nested", "opened", "passage", "units")
+
+    def __init__(self, passage: Passage | None, *, is_root: bool = False, is_inside: bool = False) -> None:
+        self.is_inside = is_inside  # an outer call has opened all its Units
         self.passage = passage
         self.is_root = is_root  # the whole model's own forward
         self.is_scaled = False  # the loss scale enters at this call's outputs and leaves at its inputs

@@ -22,8 +22,8 @@ from torch import nn
 
 from shardwise.comm import Transport, World
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.nested import map_tensors
-from shardwise.engine.passage import Frame, Passage
+from shardwise.engine.nested import map_tensors, tensors_in
+from shardwise.engine.passage import Frame, Inside, Passage
 from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
 from shardwise.errors import (
@@ -102,6 +102,8 @@ class Runtime:
         self._step_began = self._update_began = time.perf_counter()
         self.stall_percent = 0
         """Share of the last step in which some rank waited for gathers."""
+        self.threads = ""
+        """How many threads this rank computes with, and why."""
         self.num_steps = 0
         self.num_skipped_steps = 0
 
@@ -138,13 +140,16 @@ class Runtime:
         self._begin_backward()
         if grad is not None:
             self._check_opened(unit, slot)
-            self.gradients.arrive(unit, slot, grad.detach())
+            self.gradients.arrive(unit, slot, grad.detach() if grad.requires_grad else grad)
 
     # -- forward ----------------------------------------------------------------------------------------------
 
     @_hook
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
+        if self._frames and not is_root and self._is_all_open(entries):
+            self._frames.append(Frame(None, is_inside=True))
+            return None
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
         if not _is_inside_autograd() and (self._in_backward or self._loading is not None or was_interrupted):
             self._start_afresh()  # the last backward, load or forward was cut short
@@ -159,6 +164,13 @@ class Runtime:
             return frame.passage.watch(inputs, self._unscale if frame.is_scaled else None)
         return None
 
+    @staticmethod
+    def _is_all_open(entries: Sequence[Entry]) -> bool:
+        for unit, _ in entries:  # noqa: SIM110  a plain loop: this runs for every module call
+            if unit.scopes == 0 or unit.is_covered or not unit.is_gathered:
+                return False
+        return True
+
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         is_nested = unit.scopes > 0 and not unit.is_covered
         unit.scopes += 1
@@ -171,12 +183,17 @@ class Runtime:
         (frame.nested if is_nested else frame.units).append(unit)
 
     @_hook
-    def leave(self, output: Any, *, reads_params_in_backward: bool = True) -> Any:
+    def leave(self, entries: Sequence[Entry], output: Any, *, reads_params_in_backward: bool = True) -> Any:
         """A module's forward ended: watch for its backward, then free what nobody else is inside of.
 
         Returns the output to hand out instead, or None.
         """
         frame = self._frames.pop()
+        if frame.is_inside:
+            if torch.is_grad_enabled():
+                self._watch_inside(entries, output, reads_params_in_backward)
+            if not frame.opened:
+                return None
         if frame.passage is not None:
             frame.passage.guard(output, frame.units, frame.nested, reads_params=reads_params_in_backward)
         is_recomputing = _is_inside_autograd()  # then Units stay: their backward comes next
@@ -192,6 +209,16 @@ class Runtime:
         if frame.is_scaled and frame.passage is not None:
             return map_tensors(functools.partial(self._scale_gradient_of, frame.passage), output)
         return None
+
+    def _watch_inside(self, entries: Sequence[Entry], output: Any, reads_params: bool) -> None:
+        """A call ended that ran inside an outer call's open Units."""
+        units = tuple((unit, unit.version) for unit, _ in entries)
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            if tensor.grad_fn is not None and units:
+                tensor.register_hook(Inside(self, units) if reads_params else functools.partial(self._announce_inside, units))
+
+    def _announce_inside(self, units: Sequence[tuple[Unit, int]], _: torch.Tensor) -> None:
+        self.announce(unit for unit, _ in units)
 
     def _unscale(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradients that leave the model through its inputs are the user's: not scaled."""
@@ -284,7 +311,9 @@ class Runtime:
             )
 
     @_hook
-    def before_backward(self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage) -> None:
+    def before_backward(
+        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage | None
+    ) -> None:
         """Autograd is about to run the backward of a forward call that used these Units."""
         self._begin_backward()
         for unit, version in (*units, *nested):
@@ -299,8 +328,9 @@ class Runtime:
             unit.was_opened = True
             if torch.is_grad_enabled() and not unit.is_always_full:
                 unit.is_pinned = True  # create_graph: the new graph saves these parameters, and nothing tells when it dies
-        for unit, _ in units:
-            unit.passages.add(passage)
+        if passage is not None:
+            for unit, _ in units:
+                unit.passages.add(passage)
 
     @_hook
     def announce(self, units: Iterable[Unit]) -> None:
@@ -557,8 +587,11 @@ class Runtime:
             return True
         if not self._frames or any(u.state is UnitState.GATHERING and u.index not in self._tickets for u in units):
             return False
+        frame = self._frames[-1]
+        if frame.is_inside and frame.passage is None and torch.is_grad_enabled():
+            frame.passage = Passage(self)
         for unit in units:
-            self._open(unit, range(len(unit.params)), self._frames[-1])
+            self._open(unit, range(len(unit.params)), frame)
         return True
 
     def remedy(self) -> str:

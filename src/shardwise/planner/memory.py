@@ -21,6 +21,8 @@ class UnitSize:
     compute_itemsize: int
     master_itemsize: int
     is_trainable: bool = True
+    gathers_in_place: bool = False
+    """Gathering takes no memory: the full vector shows the ranks' shards where they lie."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use: autograd adds up its gradients whole."""
 
@@ -54,6 +56,8 @@ def plan_memory(
     exchange_bytes: int = 0,
     activation_bytes: int = 0,
     reductions_in_flight: int = 3,
+    prefetch_bytes: int = 0,
+    bucket_bytes: int = 0,
 ) -> MemoryPlan:
     """Bytes per rank for a stage.
 
@@ -65,14 +69,14 @@ def plan_memory(
     span = {id(u): u.full_numel if stage == 0 else u.shard_numel for u in trainable}
     if stage == 3:
         param = sum(u.shard_numel * u.stored_itemsize for u in units)
-        gathered = _largest_chain(units)
+        gathered = _largest_chain(units) + prefetch_bytes
     else:
         param = sum(u.full_numel * u.compute_itemsize for u in units)
         param += sum(u.shard_numel * u.stored_itemsize for u in units if u.stored_itemsize != u.compute_itemsize)
         gathered = 0
     master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, stage))
     local = [u.full_numel * u.compute_itemsize for u in trainable]
-    on_the_way = sum(local) if stage < 2 else _largest_run(local, reductions_in_flight)
+    on_the_way = sum(local) if stage < 2 else _largest_run(_buckets(local, bucket_bytes), reductions_in_flight)
     on_the_way += 2 * max((u.shared_numel * u.compute_itemsize for u in trainable), default=0)
     return MemoryPlan(
         param=param,
@@ -91,10 +95,21 @@ def _has_own_master(unit: UnitSize, stage: int) -> bool:
 
 def _largest_chain(units: Sequence[UnitSize]) -> int:
     """Units are open together when one is opened at or above the other's place in the tree."""
-    sizes = [(u.path, u.full_numel * u.compute_itemsize) for u in units]
+    sizes = [(u.path, 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize) for u in units]
     return max(
         sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + ".")) for deepest, _ in sizes
     )
+
+
+def _buckets(sizes: Sequence[int], limit: int) -> list[int]:
+    """Units that are reduced together: in the order of the backward, as many as fit."""
+    found: list[int] = []
+    for size in reversed(sizes):
+        if found and found[-1] + size <= limit:
+            found[-1] += size
+        else:
+            found.append(size)
+    return found
 
 
 def _largest_run(sizes: Sequence[int], length: int) -> int:

@@ -29,35 +29,37 @@ class Kind(enum.Enum):
 class Ledger:
     """Counts bytes taken and given back; knows the peak of each (tier, kind) and of each tier."""
 
-    def __init__(self) -> None:
-        self._now: dict[tuple[Tier, Kind], int] = {(t, k): 0 for t in Tier for k in Kind}
+    def __init__(self) -> None:  # keyed by value: hashing an enum's member is slow, and this is called per gradient
+        self._now: dict[tuple[str, str], int] = {(t.value, k.value): 0 for t in Tier for k in Kind}
         self._peak = dict(self._now)
-        self._tier_now = dict.fromkeys(Tier, 0)
-        self._tier_peak = dict.fromkeys(Tier, 0)
+        self._tier_now = dict.fromkeys((t.value for t in Tier), 0)
+        self._tier_peak = dict(self._tier_now)
 
     def take(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Count `num_bytes` as taken."""
-        key = (tier, kind)
+        at = tier._value_
+        key = (at, kind._value_)
         self._now[key] += num_bytes
-        self._tier_now[tier] += num_bytes
+        self._tier_now[at] += num_bytes
         if self._now[key] > self._peak[key]:
             self._peak[key] = self._now[key]
-        if self._tier_now[tier] > self._tier_peak[tier]:
-            self._tier_peak[tier] = self._tier_now[tier]
+        if self._tier_now[at] > self._tier_peak[at]:
+            self._tier_peak[at] = self._tier_now[at]
 
     def give(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Count `num_bytes` as given back; giving back more than was taken is a broken invariant."""
-        key = (tier, kind)
+        at = tier._value_
+        key = (at, kind._value_)
         if num_bytes > self._now[key]:
             raise LifecycleError(
                 f"ledger: {num_bytes} bytes of {kind.value} given back to {tier.value}, only {self._now[key]} were taken."
             )
         self._now[key] -= num_bytes
-        self._tier_now[tier] -= num_bytes
+        self._tier_now[at] -= num_bytes
 
     def set(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """State a total that is owned elsewhere (optimizer states, measured activations)."""
-        difference = num_bytes - self._now[(tier, kind)]
+        difference = num_bytes - self._now[(tier.value, kind.value)]
         if difference >= 0:
             self.take(tier, kind, difference)
         else:
@@ -65,11 +67,11 @@ class Ledger:
 
     def now(self, tier: Tier, kind: Kind | None = None) -> int:
         """Bytes held now, of one kind or of all."""
-        return self._tier_now[tier] if kind is None else self._now[(tier, kind)]
+        return self._tier_now[tier.value] if kind is None else self._now[(tier.value, kind.value)]
 
     def peak(self, tier: Tier, kind: Kind | None = None) -> int:
         """The most that was held at once, of one kind or of all together."""
-        return self._tier_peak[tier] if kind is None else self._peak[(tier, kind)]
+        return self._tier_peak[tier.value] if kind is None else self._peak[(tier.value, kind.value)]
 
     def reset_peak(self) -> None:
         """Measure peaks from here on."""

@@ -114,24 +114,18 @@ class OverlaidBuffer(FullBuffer):
 
     def is_untouched(self) -> bool:
         """Whether no page is this process's own; unknown counts as written."""
-        entries = _page_entries(self._address, self._length)
-        if entries is None:
+        num_pages = self._length // mmap.PAGESIZE
+        try:
+            entries = os.pread(_pagemap(os.getpid()), 8 * num_pages, self._address // mmap.PAGESIZE * 8)
+        except OSError:
             return False
-        is_own = (entries & _PAGE_OF_FILE == 0) & (entries & _PAGE_SOMEWHERE != 0)
-        return not bool(is_own.any())
+        tops = entries[7::8]
+        return len(tops) == num_pages and not tops.translate(None, _NOT_OWN)
 
 
-# Flags of an entry of /proc/self/pagemap (the kernel's admin guide, "pagemap"), as signed 64-bit words.
-_PAGE_OF_FILE = 1 << 61
-_PAGE_SOMEWHERE = -(1 << 62)  # in memory or swapped out
-
-
-def _page_entries(address: int, length: int) -> torch.Tensor | None:
-    try:
-        raw = os.pread(_pagemap(os.getpid()), length // mmap.PAGESIZE * 8, address // mmap.PAGESIZE * 8)
-    except OSError:
-        return None
-    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if len(raw) == length // mmap.PAGESIZE * 8 else None
+# The top byte of a page's entry in /proc/self/pagemap (the kernel's admin guide): 0x80 in memory, 0x40 swapped out, 0x20 the
+# page of a file. A page is this process's own if it is somewhere and not a file's.
+_NOT_OWN = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
 @functools.lru_cache(maxsize=1)  # a forked child asks about its own pages

@@ -1,0 +1,51 @@
+"""How many threads a rank computes with: the cores of its host, shared out among the ranks there, unless the user chose.
+
+`torchrun` gives every rank one thread when nothing else is said; left alone, torch gives every rank all cores. Both are wrong for
+several ranks on a host with more cores than ranks.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shardwise.comm import World, host_identity
+
+_AT_IMPORT = torch.get_num_threads()
+
+
+def share_cores(world: World) -> str:
+    """Set this process's thread count; returns what was done, for the report. All ranks must call."""
+    if world.device.type != "cpu":
+        return ""
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
+    mine = (host_identity(), cores)
+    num_ranks = world.gather_objects(mine).count(mine)
+    share = max(len(cores) // num_ranks, 1)
+    found = f"{len(cores)} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    if user_chose(len(cores)):
+        return f"{torch.get_num_threads()}, as chosen ({found})"
+    if torch.get_num_threads() != share:
+        torch.set_num_threads(share)
+    return f"{share} ({found})"
+
+
+def user_chose(num_cores: int) -> bool:
+    """Whether the thread count comes from the user: a variable of theirs, or a call of torch.set_num_threads."""
+    if "MKL_NUM_THREADS" in os.environ:
+        return True
+    if "OMP_NUM_THREADS" in os.environ:
+        return not _is_torchruns_default() or torch.get_num_threads() != 1
+    return torch.get_num_threads() != _AT_IMPORT or torch.get_num_threads() not in (num_cores, max(num_cores // 2, 1))
+
+
+def _is_torchruns_default() -> bool:
+    """Torchrun puts OMP_NUM_THREADS=1 into its workers' environment if its own, at its start, had none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as environ:
+            return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environ.read().split(b"\0"))
+    except OSError:
+        return False
