@@ -31,6 +31,7 @@ CONFIGURATIONS = {
 PARTS = {
     "gather": "start gather",
     "gathered": "wait for gather",
+    "refresh": "refresh",
     "reduced": "wait for reduce",
     "fence": "fence",
     "backward end": "agree",
@@ -38,7 +39,7 @@ PARTS = {
     "hook": "hooks",
 }
 COLUMNS = ["compute", *PARTS.values()]
-EXPOSED = ("start gather", "wait for gather", "wait for reduce", "fence", "agree")
+EXPOSED = ("start gather", "wait for gather", "refresh", "wait for reduce", "fence", "agree")
 
 
 def main() -> None:

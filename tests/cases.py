@@ -34,6 +34,15 @@ def _gpt() -> nn.Module:
     return GPT(GPTConfig(vocabulary=67, context=16, layers=3, heads=2, hidden=24))
 
 
+def _paged_gpt() -> nn.Module:
+    """Its Units' shards are whole pages, for two and for four ranks, so that their full vectors are overlaid."""
+    return GPT(GPTConfig(vocabulary=1500, context=16, layers=2, heads=2, hidden=96))
+
+
+def _linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+
 def _tokens(vocabulary: int, length: int, number: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (2, length), generator=generator(number))
 
@@ -50,6 +59,8 @@ def _conv_loss(model: nn.Module, number: int) -> torch.Tensor:
 
 CASES = {
     "gpt": Case(_gpt, _gpt_loss),
+    "paged": Case(_paged_gpt, _gpt_loss),
+    "paged-large": Case(_linears, lambda m, k: m(torch.ones(1, 1024)).sum()),
     "mlp": Case(UnevenMLP, lambda m, k: m(torch.randn(4, 13, generator=generator(k)))),
     "conv": Case(ConvNet, _conv_loss),
     "lstm": Case(LSTMModel, lambda m, k: m(_tokens(50, 7, k))),

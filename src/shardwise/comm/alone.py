@@ -24,7 +24,7 @@ class AloneTransport(Transport):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Plain memory; the buffer will be no larger than the largest Unit needs."""
-        self._largest_shard_numel = max(r.shard_numel(1) for r in reservations)
+        self._largest_shard_numel = max((r.shard_numel(1) for r in reservations), default=self._largest_shard_numel)
         return super().reserve(reservations)
 
     def _chunk(self, dtype: torch.dtype) -> int:

@@ -56,7 +56,8 @@ class PairwiseTransport(Transport):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Plain memory; exchange buffers will be no larger than the largest Unit needs."""
-        self._largest_shard_numel = max(r.shard_numel(self.world.world_size) for r in reservations)
+        size = self.world.world_size
+        self._largest_shard_numel = max((r.shard_numel(size) for r in reservations), default=self._largest_shard_numel)
         return super().reserve(reservations)
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:

@@ -61,6 +61,7 @@ class Watch:
         """Optimizer steps finished so far, for messages."""
         self._names: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._sequences = dict.fromkeys(CHANNELS, 0)
+        self._under_way: dict[str, Operation] = {}  # by channel, on lanes
         self._failure: str | None = None
         self._host: World | None = None
         self._accounts: list[memoryview] = []
@@ -95,8 +96,10 @@ class Watch:
         """Account for an operation while it runs; whatever it raises fails the whole run."""
         self._refuse_after_failure()
         self._write(operation, -1)
+        self._under_way[operation.channel] = operation
         try:
             yield
+            del self._under_way[operation.channel]
         except TransportError:
             raise
         except BaseException as error:
@@ -165,7 +168,9 @@ class Watch:
     def failed(self, operation: Operation, missing: list[int], waited_s: float, cause: str) -> TransportError:
         """Mark this rank as failed, so that its peers stop too, and say what everyone was doing."""
         whom = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the other ranks"
+        beside = [self.name(other) for other in self._under_way.values() if other.channel != operation.channel]
         text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
+        text += f" Under way beside it: {', '.join(beside)}." if beside else ""
         accounts = [self._account(local) for local in range(len(self._accounts)) if self._host and local != self._host.rank]
         is_first = self._failure is None
         self._mark_failed(text)

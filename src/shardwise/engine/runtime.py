@@ -188,6 +188,8 @@ class Runtime:
 
         Returns the output to hand out instead, or None.
         """
+        if not self._frames:
+            return None  # this call's enter raised: torch calls the hook after forward all the same
         frame = self._frames.pop()
         if frame.is_inside:
             if torch.is_grad_enabled():
@@ -471,7 +473,7 @@ class Runtime:
             begin = time.perf_counter()
             for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in units]:
                 ticket.wait()
-            self.events.emit("gathered", "after the step", since=begin)
+            self.events.emit("refresh", since=begin)
         for unit in units:
             unit.changed()
 

@@ -46,8 +46,8 @@ class EventLog:
         self._events.clear()
 
     def listing(self, *kinds: str) -> list[tuple[str, str]]:
-        """(kind, subject) in order; only the given kinds, if any are given."""
-        return [(e.kind, e.subject) for e in self._events if not kinds or e.kind in kinds]
+        """(kind, subject) on the training thread, in order; only the given kinds, if any are given."""
+        return [(e.kind, e.subject) for e in self._events if not e.lane and (not kinds or e.kind in kinds)]
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)

@@ -69,26 +69,26 @@ class Runner:
             self.num_on_demand += 1
             return
         self._trace.add(self._phase, unit)
-        is_early = any(unit == started for _, started in self._started)
-        self.num_early += is_early
-        self.num_on_demand += not is_early
+        early = next((entry for entry in self._started if entry[1] == unit), None)
+        if early is not None:
+            self._started.remove(early)
+        self.num_early += early is not None
+        self.num_on_demand += early is None
         found = self._find(unit)
         if found is not None:
-            self._move_to(found + 1, used=unit)
+            self._move_to(found + 1)
 
     def _find(self, unit: int) -> int | None:
         """Where the plan expects this Unit next, in the pass that runs; blocks in between were skipped."""
         stop = self._plan.backward_at if self._phase is Phase.FORWARD else len(self._plan.order)
         return next((p for p in range(self._position, stop) if self._plan.order[p] == unit), None)
 
-    def _move_to(self, position: int, used: int | None = None) -> None:
-        """Expect `position` next; of what was started, drop what lies before it and was not used."""
+    def _move_to(self, position: int) -> None:
+        """Expect `position` next; of what was started, drop what lies before it or too far ahead of it."""
         self._position = position
         kept: deque[tuple[int, int]] = deque()
         for at, unit in self._started:
-            if unit == used:
-                used = None
-            elif at < position or at >= self._plan.reach[position]:
+            if at < position or at >= self._plan.reach[position]:
                 self._drop(unit)
             else:
                 kept.append((at, unit))

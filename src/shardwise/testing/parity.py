@@ -80,11 +80,26 @@ class ParityReport:
         return "\n".join([head + f"{len(self.differences)} quantities differ", *rows])
 
 
+AddUp = Callable[[list[torch.Tensor]], torch.Tensor]
+"""Sums one gradient over ranks, given every rank's."""
+
+
+def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum every transport forms on one host, or with pairwise messages."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 class PlainTrainer:
     """One rank of plain replicated training, with the same rounding as a run of the given precision."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, add_up: AddUp | None = None
+    ) -> None:
         self.model = model
+        self._add_up = add_up or in_rank_order
         self.optimizer = optimizer
         self._stored = precision.param
         self._wire = precision.reduce
@@ -131,10 +146,7 @@ class PlainTrainer:
             mine = mine.to(self._wire)
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(world_size)]
         dist.all_gather(parts, mine.contiguous())
-        total = parts[0].float() if parts[0].dtype.itemsize == 2 else parts[0].clone()
-        for part in parts[1:]:
-            total = total + part
-        return total / world_size
+        return self._add_up([part.float() if part.dtype.itemsize == 2 else part for part in parts]) / world_size
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The accumulated mean gradient of a parameter."""
@@ -177,13 +189,15 @@ def compare_with_plain(
     max_norm: float | None = None,
     accumulate: int = 1,
     seed: int = 1234,
+    add_up: AddUp | None = None,
 ) -> ParityReport:
     """Train both for `steps` steps on the same data and compare losses, gradients and values after each.
 
-    `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both.
+    `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. `add_up` sums
+    the reference's gradients over ranks; None: in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    reference = PlainTrainer(plain, plain_optimizer, run.config.precision)
+    reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up)
     comparison = _Comparison()
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
         for step in range(steps):

@@ -1,0 +1,254 @@
+"""Which transport is taken and why, both levels combined, and how many threads a rank gets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cases import CASES, build
+from shardwise.comm import segment, transports
+from shardwise.errors import ConfigError, SharedMemoryError
+from shardwise.testing import ParityReport, RankPool, compare_with_plain
+
+WORKER = Path(__file__).parent / "torchrun_worker.py"
+
+
+class _Patched:
+    """An attribute of a module of the library, replaced on this rank for a while."""
+
+    def __init__(self, module: Any, name: str, value: Any) -> None:
+        self._module, self._name, self._value = module, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._module, self._name)
+        setattr(self._module, self._name, self._value)
+
+    def __exit__(self, *exc: object) -> None:
+        setattr(self._module, self._name, self._before)
+
+
+def too_little_shared_memory(case: str, limit: int) -> tuple[str, str, bool]:
+    rank = dist.get_rank()
+    room = limit if rank == 1 else 1 << 60  # one rank's container is smaller: all must decide alike
+    with _Patched(segment, "available_bytes", lambda: room):
+        run, model, opt, plain, plain_opt = build(case, "adamw", stage=3)
+        text = ""
+        try:
+            build(case, "adamw", stage=3, transport="shared")
+        except SharedMemoryError as error:
+            text = str(error)
+    report = compare_with_plain(run, model, opt, plain, plain_opt, CASES[case].loss, steps=2)
+    found = (run.report().splitlines()[0], text, report.is_bitwise)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(("case", "limit"), [("gpt", 10_000), ("paged-large", 9_000_000)])  # exchange buffers, shards
+def test_too_little_shared_memory_falls_back_with_a_reason(pool: RankPool, case: str, limit: int) -> None:
+    for head, text, is_bitwise in pool.run(too_little_shared_memory, case, limit):
+        assert "transport pairwise (no shared memory: shared memory for 2 ranks needs" in head
+        assert f"{limit} are available" in head
+        assert f"{limit} are available" in text and "needs" in text
+        assert is_bitwise
+
+
+def refused_allocation() -> str:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with _Patched(os, "posix_fallocate", full):
+        run, *_ = build("gpt", "adamw", stage=3)
+    head = run.report().splitlines()[0]
+    run.close()
+    return head
+
+
+def test_memory_the_kernel_refuses_falls_back_too(pool: RankPool) -> None:
+    for head in pool.run(refused_allocation):
+        assert "transport pairwise (no shared memory" in head and "No space left on device" in head
+
+
+def chosen() -> list[str]:
+    found = []
+    for name in ("auto", "pairwise", "reference"):
+        run, *_ = build("mlp", "sgd", stage=2, transport=name)
+        found.append(run.transport.label)
+        run.close()
+    with pytest.raises(ConfigError, match="all ranks are on one host"):
+        build("mlp", "sgd", stage=2, transport="combined")
+    return found
+
+
+def test_the_report_names_the_transport(pool: RankPool) -> None:
+    assert pool.run(chosen) == [["shared memory", "pairwise", "reference"]] * 2
+
+
+def _as_hosts(per_host: int) -> _Patched:
+    """Pretend that every `per_host` consecutive ranks are a host of their own."""
+    return _Patched(transports, "host_identity", lambda: (f"host {dist.get_rank() // per_host}", 0, 0))
+
+
+class _ByHost:
+    """Sums the parity reference's gradients inside hosts first, as the combined transport does."""
+
+    def __init__(self, per_host: int) -> None:
+        self._per_host = per_host
+
+    def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        sums = []
+        for start in range(0, len(parts), self._per_host):
+            total = parts[start].clone()
+            for part in parts[start + 1 : start + self._per_host]:
+                total = total + part
+            sums.append(total)
+        total = sums[0]
+        for other in sums[1:]:
+            total = total + other
+        return total
+
+
+def on_two_hosts(stage: int, **options: Any) -> tuple[str, ParityReport, int, int]:
+    with _as_hosts(2):
+        run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=stage, **options)
+    report = compare_with_plain(
+        run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=3, accumulate=2, max_norm=0.5, add_up=_ByHost(2)
+    )
+    run.transport.counters.reset()
+    CASES["gpt"].loss(model, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    numel = sum(unit.layout.numel for unit in run._runtime.units)
+    found = (run.transport.name, report, run.transport.counters.total_elements(), numel)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "factor"), [(1, 2), (2, 2), (3, 3)])
+def test_both_levels_combined(pool4: RankPool, stage: int, factor: int) -> None:
+    for name, report, sent, numel in pool4.run(on_two_hosts, stage):
+        assert name.startswith("combined")
+        assert report.is_bitwise, str(report)
+        assert sent == factor * numel * 3 // 4
+
+
+def test_both_levels_with_small_buffers_and_16_bits(pool4: RankPool) -> None:
+    for _, report, _, _ in pool4.run(on_two_hosts, 3, exchange_bytes=65536, precision="bf16"):
+        assert report.is_bitwise, str(report)
+
+
+def uneven_hosts() -> str:
+    with _as_hosts(2):
+        run, *_ = build("mlp", "sgd", stage=2)
+    found = run.transport.label
+    run.close()
+    return found
+
+
+def test_hosts_of_different_sizes_use_messages(pool3: RankPool) -> None:
+    assert pool3.run(uneven_hosts) == ["pairwise (hosts have different numbers of ranks (1, 2))"] * 3
+
+
+# -- torchrun -------------------------------------------------------------------------------------------------------------------
+
+
+def torchrun(*args: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", *args]
+    clean = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return subprocess.Popen(
+        command, env={**clean, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        out, _ = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+            process.wait()
+    return out
+
+
+@pytest.mark.parametrize(("chosen_threads", "expected"), [(None, max(len(os.sched_getaffinity(0)) // 1, 1)), ("1", 1)])
+def test_torchruns_one_thread_is_corrected_unless_chosen(chosen_threads: str | None, expected: int) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "lo", **({} if chosen_threads is None else {"OMP_NUM_THREADS": chosen_threads})}
+    ranks = 1 if chosen_threads is None else 2
+    out = finish(torchrun("--standalone", f"--nproc-per-node={ranks}", str(WORKER), "threads", env=env))
+    if ranks == 1:  # torchrun leaves the environment alone then: torch's own default is all cores
+        assert f"rank 0 threads {expected}" in out, out
+    else:
+        assert "rank 0 threads 1, as chosen" in out and "rank 1 threads 1, as chosen" in out, out
+
+
+def test_torchruns_default_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more cores than ranks, one thread per rank is a waste, unless it was asked for."""
+    from shardwise.engine import threads
+
+    for chosen_threads in (None, "1"):
+        env = {"GLOO_SOCKET_IFNAME": "lo", **({} if chosen_threads is None else {"OMP_NUM_THREADS": chosen_threads})}
+        out = finish(torchrun("--standalone", "--nproc-per-node=2", str(WORKER), "torchrun-default", env=env))
+        for rank in range(2):
+            assert f"rank {rank} user chose: {chosen_threads is not None}" in out, out
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    assert threads.user_chose(64)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def _can_make_namespaces() -> bool:
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        return False
+    name = f"sw{uuid.uuid4().hex[:8]}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made
+
+
+@pytest.mark.skipif(not _can_make_namespaces(), reason="making network namespaces needs root and iproute2")
+def test_two_by_two_ranks_across_network_namespaces() -> None:
+    """Two namespaces as hosts, joined by a pair of virtual links; torchrun's own rendezvous; two ranks in each."""
+    tag = uuid.uuid4().hex[:6]
+    spaces, links = [f"swa{tag}", f"swb{tag}"], [f"sl0{tag}", f"sl1{tag}"]
+    try:
+        for space in spaces:
+            _run("ip", "netns", "add", space)
+        _run("ip", "link", "add", links[0], "netns", spaces[0], "type", "veth", "peer", "name", links[1], "netns", spaces[1])
+        for number, (space, link) in enumerate(zip(spaces, links, strict=True)):
+            _run("ip", "-n", space, "addr", "add", f"10.213.7.{number + 1}/24", "dev", link)
+            _run("ip", "-n", space, "link", "set", link, "up")
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+        processes = [
+            torchrun(
+                "--nnodes=2",
+                "--nproc-per-node=2",
+                f"--node-rank={number}",
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=10.213.7.1:29477",
+                f"--rdzv-conf=is_host={int(number == 0)}",
+                f"--rdzv-id={tag}",
+                f"--local-addr=10.213.7.{number + 1}",
+                str(WORKER),
+                "parity",
+                env={"GLOO_SOCKET_IFNAME": link},
+                prefix=("ip", "netns", "exec", space),
+            )
+            for number, (space, link) in enumerate(zip(spaces, links, strict=True))
+        ]
+        outs = [finish(process) for process in processes]
+        for rank in range(4):
+            assert any(f"rank {rank}: combined" in out and f"rank {rank}: equal to the last bit" in out for out in outs), outs
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
