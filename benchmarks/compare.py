@@ -171,22 +171,25 @@ def print_table(names: list[str], results: dict[str, list[dict]], args: argparse
         f"{args.shape}, fp32, {args.ranks} ranks, sequence {args.sequence}, batch {args.batch}; "
         f"medians of {args.rounds} rounds x {args.steps} steps\n"
     )
-    print(
-        "| system | step (s) | CPU (s) | x DDP time | x FSDP2 time | peak (GB) | x DDP peak | formula + base (GB) | peak / that |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    others = {"DDP": "DDP", "FSDP2": "FSDP2", "DeepSpeed stage 3": "DS 3", "compute alone": "compute"}
+    columns = ["system", "step (s)", "CPU (s)", *(f"x {short}" for short in others.values()), "over compute per block (us)"]
+    columns += ["peak (GB)", "x DDP peak", "formula + base (GB)", "peak / that"]
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for name in names:
         m = medians[name]
-
-        def ratio(key: str, other: str, name: str = name) -> str:
-            return f"{medians[name][key] / medians[other][key]:.2f}" if other in medians else "-"
-
+        row = [name, f"{m['wall']:.3f}", f"{m['cpu']:.3f}"]
+        row += [ratio(medians, name, "wall", other) for other in others]
+        over = m["wall"] - medians["compute alone"]["wall"] if "compute alone" in medians else None
+        row.append("-" if over is None else f"{1e6 * over / SHAPES[args.shape]['layers']:.0f}")
         expected = m["formula"] + m["base"]
-        formula = f"{expected / 1e9:.2f} | {m['peak'] / expected:.2f}" if m["formula"] else "- | -"
-        print(
-            f"| {name} | {m['wall']:.2f} | {m['cpu']:.2f} | {ratio('wall', 'DDP')} | {ratio('wall', 'FSDP2')} | "
-            f"{m['peak'] / 1e9:.2f} | {ratio('peak', 'DDP')} | {formula} |"
-        )
+        row += [f"{m['peak'] / 1e9:.2f}", ratio(medians, name, "peak", "DDP")]
+        row += [f"{expected / 1e9:.2f}", f"{m['peak'] / expected:.2f}"] if m["formula"] else ["-", "-"]
+        print(f"| {' | '.join(row)} |")
+
+
+def ratio(medians: dict[str, dict], name: str, key: str, other: str) -> str:
+    return f"{medians[name][key] / medians[other][key]:.2f}" if other in medians else "-"
 
 
 def parse() -> argparse.Namespace:
