@@ -117,3 +117,34 @@ def test_gathering_takes_no_memory(pool: RankPool) -> None:
     for growth, full_bytes in pool.run(gathered_memory):
         assert full_bytes > 30e6
         assert growth < 0.1 * full_bytes
+
+
+def loading() -> tuple[int, int]:
+    """Private memory while a state dict of 33 MB is loaded into overlaid Units, at its highest."""
+    from shardwise.engine import window
+
+    before_room, window.ROOM_BYTES = window.ROOM_BYTES, 8 << 20
+    run, model, _, _, _ = build("paged-large", "sgd", stage=3)
+    state = {name: torch.full(param.shape, 0.5) for name, param in model.named_parameters()}
+    most = 0
+
+    def watch(module: torch.nn.Module, _: object) -> None:
+        nonlocal most
+        open_bytes = sum(unit.full_bytes for unit in run._runtime.units if unit.is_gathered)
+        most = max(most, open_bytes)
+
+    handles = [module.register_load_state_dict_post_hook(watch) for module in model]
+    model.load_state_dict(state)
+    for handle in handles:
+        handle.remove()
+    window.ROOM_BYTES = before_room
+    assert all(overlaid(run))
+    wrong = sum(not torch.equal(run.master(name), value) for name, value in state.items())
+    run.close()
+    return wrong, most
+
+
+def test_loading_holds_a_few_units_at_a_time(pool: RankPool) -> None:
+    for wrong, most in pool.run(loading):
+        assert wrong == 0
+        assert 0 < most <= 8 << 20

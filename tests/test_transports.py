@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from cases import CASES, build
 from shardwise.comm import segment, transports
-from shardwise.errors import ConfigError, SharedMemoryError
+from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
@@ -157,6 +159,78 @@ def test_hosts_of_different_sizes_use_messages(pool3: RankPool) -> None:
     assert pool3.run(uneven_hosts) == ["pairwise (hosts have different numbers of ranks (1, 2))"] * 3
 
 
+class _Host1Full:
+    """Every allocation of shared memory on the second host fails."""
+
+    def __call__(self) -> int:
+        return 1 << 60 if dist.get_rank() < 2 else 1000
+
+
+def one_host_lacks_memory(transport: str) -> str:
+    with _as_hosts(2), _Patched(segment, "available_bytes", _Host1Full()):
+        try:
+            run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3, transport=transport)
+        except SharedMemoryError as error:
+            return str(error)
+    report = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=1)
+    found = f"{run.transport.label} {report.is_bitwise}"
+    run.close()
+    return found
+
+
+def test_hosts_fall_back_together(pool4: RankPool) -> None:
+    for text in pool4.run(one_host_lacks_memory, "auto"):
+        assert text.startswith("pairwise (no shared memory: ") and text.endswith("True")
+    for text in pool4.run(one_host_lacks_memory, "combined"):
+        assert "1000 are available" in text
+
+
+def at_odds() -> str:
+    """One rank asks for a gradient while the other steps: they meet, but not for the same thing."""
+    run, model, opt, _, _ = build("gpt", "adamw", stage=3, timeout_s=5.0)
+    CASES["gpt"].loss(model, 0).backward()
+    try:
+        if dist.get_rank() == 0:
+            run.grad("blocks.0.up.weight")
+        else:
+            opt.step()
+    except TransportError as error:
+        return str(error)
+    return "went on with wrong values"
+
+
+def test_ranks_that_meet_for_different_things_are_told() -> None:
+    with RankPool(2) as own:
+        for text in own.run(at_odds):
+            assert re.search(r"in (fence|combine) \d+ at step 0", text), text
+            assert "they disagree" in text or "gave up" in text, text
+
+
+def closure_then_forward() -> bool:
+    """A closure that goes on computing after its backward: no rank may update shards that a slower one still reads."""
+    run, model, opt, plain, plain_opt = build("paged", "sgd", stage=3)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        loss = CASES["paged"].loss(model, 0)
+        loss.backward()
+        if dist.get_rank() == 0:
+            time.sleep(0.3)
+        with torch.no_grad():
+            seen.append(CASES["paged"].loss(model, 1))
+        return loss
+
+    with torch.no_grad():
+        expected = CASES["paged"].loss(plain, 1)
+    opt.step(closure)
+    run.close()
+    return torch.equal(seen[0], expected)
+
+
+def test_a_closure_may_compute_after_its_backward(pool: RankPool) -> None:
+    assert pool.run(closure_then_forward) == [True, True]
+
+
 # -- torchrun -------------------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +273,7 @@ def test_torchruns_default_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch
         for rank in range(2):
             assert f"rank {rank} user chose: {chosen_threads is not None}" in out, out
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
-    assert threads.user_chose(64)
+    assert threads.user_chose()
 
 
 def _run(*command: str) -> None:

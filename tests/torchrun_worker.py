@@ -15,7 +15,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     if what == "torchrun-default":
-        say(rank, f"rank {rank} user chose: {threads.user_chose(64)}")
+        say(rank, f"rank {rank} user chose: {threads.user_chose()}")
         return
     from cases import CASES, build
     from shardwise.testing import compare_with_plain

@@ -263,7 +263,7 @@ class Run:
                 compute_itemsize=unit.dtypes.compute.itemsize,
                 master_itemsize=unit.dtypes.master.itemsize,
                 is_trainable=unit.is_trainable,
-                gathers_in_place=unit.can_overlay and unit.full_bytes == 0,
+                gathers_in_place=unit.is_overlaid,
                 shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
             )
             for unit, spec in zip(self._runtime.units, self._specs, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -89,11 +90,12 @@ class Lane:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None)  # a run that nobody closed takes its thread along
 
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Queue `work`; its Ticket re-raises whatever it raises."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
         job = _Job(work)
         self._jobs.put(job)
@@ -104,8 +106,10 @@ class Lane:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=10.0)
-            self._thread = None
+            if not self._thread.is_alive():
+                self._thread = None
 
-    def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+
+def _work_off(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import broadcast_by_gloo, combine_by_gloo
+from shardwise.comm.segment import PAGE_BYTES
 from shardwise.comm.shared import HostShards, copier
 from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
 from shardwise.comm.watch import Operation
@@ -48,20 +49,20 @@ class CombinedTransport(Transport):
         super().__init__(world, timeout_s)
         self._hosts = hosts  # ranks of each host
         self._at = next(number for number, ranks in enumerate(hosts) if world.rank in ranks)
+        self._gather_group = world.new_group()  # whatever all ranks must make together comes before what a host may lack
+        self._reduce_group = world.new_group()
         self._host = world.part(list(hosts[self._at]))
         self._local = self._host.rank
         self.watch.share(self._host)
         # A quarter of the buffers each: two sets of mailboxes, two sets of sums (twice as many vectors as hosts).
         self._chunk_bytes = min(
             chunk_bytes_for(exchange_bytes // 4, self._host.world_size),
-            max(exchange_bytes // (8 * len(hosts)) // 4096 * 4096, 4096),
+            max(exchange_bytes // (8 * len(hosts)) // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES),
         )
         self._gather_mail = Mailboxes(self._host, self._chunk_bytes, self.watch)
         self._reduce_mail = Mailboxes(self._host, self._chunk_bytes, self.watch)
         self._meeting = Meeting(self._host, self.watch)
         self._shards = HostShards(world, self._host)
-        self._gather_group = world.new_group()
-        self._reduce_group = world.new_group()
         self._gather_lane = Lane("shardwise-gather")
         self._reduce_lane = Lane("shardwise-reduce")
         self._sums: dict[torch.dtype, tuple[_HostSums, _HostSums]] = {}
@@ -177,10 +178,10 @@ class CombinedTransport(Transport):
     def _land_sums(self, operation: Operation, sums: _HostSums, start: int, numel: int, sink: Sink) -> None:
         pause("reduce.land")
         self.watch.wait_all(sums.works, operation)
-        sums.theirs[self._at, :numel] = sums.mine[self._at, :numel]
-        total = sums.mine[self._at, :numel].copy_(sums.theirs[0, :numel])
-        for host in range(1, len(self._hosts)):
-            total.add_(sums.theirs[host, :numel])
+        parts = [(sums.mine if host == self._at else sums.theirs)[host, :numel] for host in range(len(self._hosts))]
+        total = sums.theirs[self._at, :numel].copy_(parts[0])  # nobody sends to this row
+        for part in parts[1:]:
+            total.add_(part)
         sink(start, total)
 
     def _sums_for(self, dtype: torch.dtype) -> tuple[_HostSums, _HostSums]:

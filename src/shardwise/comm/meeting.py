@@ -22,12 +22,12 @@ class Meeting:
         self._host = host
         self._watch = watch
         self._segments = SharedSegments(host, PAGE_BYTES + 2 * _AREA_BYTES)
-        self._counts = [self._segments.words(rank, 0, 1) for rank in range(host.world_size)]
+        self._words = [self._segments.words(rank, 0, 5) for rank in range(host.world_size)]  # count, two times (what, length)
         self._round = 0
 
     def fence(self, operation: Operation) -> None:
         """Return when every rank is here."""
-        self._meet(operation)
+        self._meet(operation, 0)
 
     def collect(self, operation: Operation, values: torch.Tensor) -> torch.Tensor:
         """Every rank's `values` (a flat tensor, equally long everywhere), one row per rank."""
@@ -37,17 +37,25 @@ class Meeting:
             part = values[start : start + step]
             at = PAGE_BYTES + self._round % 2 * _AREA_BYTES
             self._segments.view(self._host.rank, at, part.numel(), part.dtype).copy_(part)
-            self._meet(operation)
+            self._meet(operation, values.numel())
             for rank in range(self._host.world_size):
                 rows[rank, start : start + step] = self._segments.view(rank, at, part.numel(), part.dtype)
         return rows
 
-    def _meet(self, operation: Operation) -> None:
+    def _meet(self, operation: Operation, numel: int) -> None:
+        label = 1 + self._round % 2 * 2
         self._round += 1
         target = self._round
-        self._counts[self._host.rank][0] = target
+        own = self._words[self._host.rank]
+        own[label], own[label + 1] = operation.code, numel
+        own[0] = target
         self._watch.until(
-            lambda: all(count[0] >= target for count in self._counts),
+            lambda: all(words[0] >= target for words in self._words),
             operation,
-            lambda: [self._host.ranks[rank] for rank, count in enumerate(self._counts) if count[0] < target],
+            lambda: [self._host.ranks[rank] for rank, words in enumerate(self._words) if words[0] < target],
         )
+        for rank, words in enumerate(self._words):
+            if (words[label], words[label + 1]) != (operation.code, numel):
+                other = self._watch.name(Operation.decode(operation.channel, operation.sequence, words[label]))
+                cause = f"but that rank came for {other} ({words[label + 1]} values, not {numel}): they disagree"
+                raise self._watch.failed(operation, [self._host.ranks[rank]], 0.0, cause)

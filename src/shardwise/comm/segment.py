@@ -10,8 +10,9 @@ import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from shardwise.errors import SharedMemoryError
 from shardwise.tiers import FullBuffer, OverlaidBuffer
 
 PAGE_BYTES = mmap.PAGESIZE
+_Answer = TypeVar("_Answer")
 
 
 def host_identity() -> tuple[str, int, int]:
@@ -35,7 +37,7 @@ def host_identity() -> tuple[str, int, int]:
 
 
 def available_bytes() -> int:
-    """What the machine, and this process's control group, have left."""
+    """What the machine, and this process's control group, have left; file pages that can be dropped count as left."""
     free = 1 << 62
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -44,42 +46,57 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, limit - used)
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))
     return free
 
 
 class SharedSegments:
     """One segment of equal size per rank of a host, all mapped here; this rank writes its own."""
 
-    def __init__(self, host: World, num_bytes: int) -> None:
+    def __init__(self, host: World, num_bytes: int, *, keeps_files: bool = False) -> None:
+        """`keeps_files`: overlays will be made of it."""
         self.host = host
         self.num_bytes = max(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
         self._check_room(min(host.gather_objects(available_bytes())))
-        own, problem = self._make()
-        handles = host.gather_objects((os.getpid(), own, problem))
-        self.pids = [pid for pid, _, _ in handles]
-        self._files = [own]
+        self._files: list[int] = []
+        self._maps: list[mmap.mmap] = []
         weakref.finalize(self, _close_all, self._files)
-        problems = [found for _, _, found in handles if found is not None]
-        if not problems:
-            try:
-                self._files[:] = [own if r == host.rank else _open_peer(pid, fd) for r, (pid, fd, _) in enumerate(handles)]
-            except OSError as error:
-                problem = f"a peer's shared memory cannot be opened ({error})"
-            problems = [found for found in host.gather_objects(problem) if found is not None]  # everyone has opened all by now
-        if problems:
-            raise SharedMemoryError(f"shared memory for {host.world_size} ranks: {problems[0]}. Use transport='pairwise'.")
-        self._maps = [mmap.mmap(file, self.num_bytes, flags=mmap.MAP_SHARED) for file in self._files]
+        handles = self._agree(self._make)
+        self.pids = [pid for pid, _ in handles]
+        self._agree(lambda: self._map(handles))  # whatever fails, fails on all ranks; and nobody goes on before all have opened
+        if not keeps_files:
+            _close_all(self._files)
         self.bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
 
-    def _make(self) -> tuple[int, str | None]:
+    def _agree(self, attempt: Callable[[], _Answer]) -> list[_Answer]:
+        """Every rank's answer, or an error on every rank."""
+        mine: tuple[_Answer | None, str | None]
+        try:
+            mine = attempt(), None
+        except OSError as error:
+            mine = None, f"{error}"
+        answers = self.host.gather_objects(mine)
+        problems = [problem for _, problem in answers if problem is not None]
+        if problems:
+            raise SharedMemoryError(
+                f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: {problems[0]}. "
+                "Use transport='pairwise'."
+            )
+        return [answer for answer, _ in answers]
+
+    def _make(self) -> tuple[int, int]:
         """A file whose pages are all there: running out of memory is an error here, not a signal in the middle of a step."""
         own = os.memfd_create("shardwise", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(own, 0, self.num_bytes)
-        except OSError as error:
-            return own, f"{self.num_bytes} bytes cannot be had ({error.strerror})"
-        return own, None
+        self._files.append(own)
+        os.posix_fallocate(own, 0, self.num_bytes)
+        return os.getpid(), own
+
+    def _map(self, handles: Sequence[tuple[int, int]]) -> None:
+        own = self._files.pop()
+        for rank, (pid, number) in enumerate(handles):
+            self._files.append(own if rank == self.host.rank else _open_peer(pid, number))
+            self._maps.append(mmap.mmap(self._files[-1], self.num_bytes, flags=mmap.MAP_SHARED))
 
     def _check_room(self, room: int) -> None:
         """The same answer on every rank, so that none is left waiting."""
@@ -108,5 +125,5 @@ def _open_peer(pid: int, number: int) -> int:
 
 
 def _close_all(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
+    while files:
+        os.close(files.pop())

@@ -44,7 +44,7 @@ class HostShards:
         for entry in reservations:
             self._starts[entry.tag] = at
             at += -(-entry.numel * entry.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-        self._segments = SharedSegments(self._host, at)
+        self._segments = SharedSegments(self._host, at, keeps_files=True)
         memory = []
         for entry in reservations:
             start = self._starts[entry.tag]
@@ -66,7 +66,7 @@ class HostShards:
         ranges = [(rank, self._starts[tag]) for rank in range(self._host.world_size)]
         try:
             return self._segments.overlay(ranges, length, memory.dtype)
-        except OSError:  # no more mappings to be had: this rank copies instead, which the others need not know
+        except OSError:  # no more mappings to be had: this rank copies instead, and nothing else changes
             return None
 
     def holds(self, tag: int, shard: torch.Tensor) -> bool:
@@ -171,22 +171,14 @@ class SharedTransport(Transport):
         if size == 2 and mine is not None and mine.dtype == wire:
             self._mail.read(1 - rank, operation, total.numel(), wire, lambda theirs: torch.add(mine, theirs, out=total))
             return
-        others = [peer for peer in range(size) if peer != rank]
-        own = total if wire == total.dtype else self._scratch_for(wire)[: total.numel()]  # rounded like the others'
-        if rank == 0 or size == 2:  # with two ranks a + b is b + a: no need to wait before adding one's own
-            source(own_start, own)
-            if own is not total:
-                total.copy_(own)
-            for peer in others:
-                self._mail.read(peer, operation, total.numel(), wire, total.add_)
-            return
-        for peer in others[:rank]:
-            self._mail.read(peer, operation, total.numel(), wire, total.copy_ if peer == 0 else total.add_)
-        own = self._scratch_for(wire, 1)[: total.numel()]
-        source(own_start, own)
-        total.add_(own)
-        for peer in others[rank:]:
-            self._mail.read(peer, operation, total.numel(), wire, total.add_)
+        own = self._scratch_for(wire, 1)[: total.numel()]  # rounded like the others'
+        for turn in range(size):
+            add = total.copy_ if turn == 0 else total.add_
+            if turn == rank:
+                source(own_start, own)
+                add(own)
+            else:
+                self._mail.read(turn, operation, total.numel(), wire, add)
 
     def _scratch_for(self, dtype: torch.dtype, which: int = 0) -> torch.Tensor:
         chunk = self._chunk_bytes // dtype.itemsize

@@ -23,19 +23,24 @@ def make_transport(
     name: str, world: World, reservations: Sequence[Reservation], exchange_bytes: int, timeout_s: float
 ) -> tuple[Transport, list[torch.Tensor]]:
     """Build the transport called `name` and the memory it reserves; 'auto' picks by device, hosts, memory and world size."""
-    reason = ""
-    if name == "auto":
+    is_auto, reason = name == "auto", ""
+    if is_auto:
         name, reason = _suitable(world)
+    problem = None
     try:
         transport = _build(name, world, exchange_bytes, timeout_s)
         memory = transport.reserve(reservations)
-    except SharedMemoryError as error:  # raised by all ranks or none
-        if not reason:
-            raise
-        reason = f"no shared memory: {str(error).partition('. ')[0]}"
-        transport = _build("pairwise", world, exchange_bytes, timeout_s)
-        memory = transport.reserve(reservations)
-    transport.reason = reason if transport.name == "pairwise" else ""
+    except SharedMemoryError as error:
+        problem = error
+    if name in ("shared", "combined"):  # hosts fail one by one: all ranks must hear of it
+        texts = [text for text in world.gather_objects(None if problem is None else str(problem)) if text is not None]
+        if texts and not is_auto:
+            raise SharedMemoryError(texts[0])
+        if texts:
+            reason = f"no shared memory: {texts[0].partition('. ')[0]}"
+            transport = _build("pairwise", world, exchange_bytes, timeout_s)
+            memory = transport.reserve(reservations)
+    transport.reason = reason
     for entry in reservations:
         transport.watch.know(entry.tag, entry.name, entry.parameters)
     return transport, memory
@@ -72,7 +77,7 @@ def _suitable(world: World) -> tuple[str, str]:
     hosts = _hosts(world)
     name = "shared" if len(hosts) == 1 else "combined"
     reason = _why_no_shared_memory(name, hosts)
-    return (name, "shared memory is possible") if reason is None else ("pairwise", reason)
+    return (name, "") if reason is None else ("pairwise", reason)
 
 
 def _hosts(world: World) -> list[list[int]]:

@@ -8,14 +8,13 @@ After its first failure a transport refuses all further work: no rank waits twic
 from __future__ import annotations
 
 import contextlib
-import threading
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed.distributed_c10d as c10d
-
+from shardwise.comm.notices import exchange_notices
 from shardwise.comm.segment import SharedSegments
 from shardwise.comm.world import World
 from shardwise.errors import TransportError
@@ -27,9 +26,9 @@ _LOOKS = 100  # before the first sleep: about the time a peer on another core ne
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
 _CHECK_S = 0.1  # how often a waiting rank looks whether its peers still exist and whether any has given up
-_NOTICE_S = 2.0  # how long a failing rank asks the store what the others say
 _WORDS = 4  # of an account, per channel: sequence, kind and Unit, step, rank waited for
 _TAG_BITS = 32
+_numbers = itertools.count()  # ranks make their transports in the same order
 
 
 class Operation(NamedTuple):
@@ -57,6 +56,7 @@ class Watch:
     def __init__(self, world: World, timeout_s: float) -> None:
         self.world = world
         self.timeout_s = timeout_s
+        self._number = next(_numbers)
         self.step = 0
         """Optimizer steps finished so far, for messages."""
         self._names: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -168,14 +168,14 @@ class Watch:
     def failed(self, operation: Operation, missing: list[int], waited_s: float, cause: str) -> TransportError:
         """Mark this rank as failed, so that its peers stop too, and say what everyone was doing."""
         whom = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the other ranks"
-        beside = [self.name(other) for other in self._under_way.values() if other.channel != operation.channel]
+        beside = [self.name(other) for other in list(self._under_way.values()) if other.channel != operation.channel]
         text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
         text += f" Under way beside it: {', '.join(beside)}." if beside else ""
         accounts = [self._account(local) for local in range(len(self._accounts)) if self._host and local != self._host.rank]
         is_first = self._failure is None
         self._mark_failed(text)
         if is_first and (self._host is None or self._host.world_size < self.world.world_size):
-            accounts += self._exchange_notices(text)
+            accounts += exchange_notices(self._number, self.world.rank, self.world.world_size, text)
         return TransportError(" ".join([text, *accounts]))
 
     def _mark_failed(self, text: str) -> None:
@@ -218,27 +218,6 @@ class Watch:
         if not latest:
             return f"Rank {rank} runs ({where}) and has not begun any exchange."
         return f"Rank {rank} runs ({where}) and waits for nobody; it last took part in {max(latest)[2]}."
-
-    def _exchange_notices(self, text: str) -> list[str]:
-        """Tell the ranks of other hosts, and hear what they say; the store itself may be gone, so never for long."""
-        heard: list[str] = []
-
-        def ask() -> None:
-            with contextlib.suppress(Exception):
-                store = c10d.PrefixStore("shardwise-notices", c10d._get_default_store())
-                store.set(str(self.world.rank), text)
-                deadline = time.monotonic() + 0.5 * _NOTICE_S
-                missing = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
-                while missing and time.monotonic() < deadline:
-                    for rank in [rank for rank in missing if store.check([str(rank)])]:
-                        missing.remove(rank)
-                        heard.append(f"Rank {rank} says: {store.get(str(rank)).decode()}")
-                    time.sleep(0.05)
-
-        thread = threading.Thread(target=ask, name="shardwise-notices", daemon=True)
-        thread.start()
-        thread.join(timeout=_NOTICE_S)
-        return list(heard)
 
 
 def _state_of(pid: int) -> str | None:

@@ -64,7 +64,7 @@ def assemble(
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:
-        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_step)
+        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_closure, runtime.after_step)
     runtime.start(units, transport, config.prefetch_bytes)
     attach(model, runtime, units, config.methods)
     return runtime, specs

@@ -116,13 +116,17 @@ class Gradients:
             num_bytes += sum(_num_bytes(grad) for grad in arrived.values())
         lengths = [unit.layout.shard_numel for unit in bucket]
         first = bucket[0]
-        ticket = self._transport.reduce(
-            first.index,
-            sum(lengths),
-            first.dtypes.reduce,
-            sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
-            sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
-        )
+        try:
+            ticket = self._transport.reduce(
+                first.index,
+                sum(lengths),
+                first.dtypes.reduce,
+                sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
+                sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
+            )
+        except BaseException:
+            self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+            raise
         self._flying.append((ticket, first.name, num_bytes))
 
     def _land(self) -> None:

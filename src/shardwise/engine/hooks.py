@@ -43,14 +43,14 @@ class _EnterModel(_Hook):
 
 class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(self._entries, output)
+        return None if self._runtime is None else self._runtime.leave(self._entries, args, output)
 
 
 class _LeaveLookup(_Hook):
     """After a plain embedding look-up, whose backward does not read the table."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(self._entries, output, reads_params_in_backward=False)
+        return None if self._runtime is None else self._runtime.leave(self._entries, args, output, reads_params_in_backward=False)
 
 
 class _BeginLoading(_Hook):
@@ -107,13 +107,13 @@ class _Method:
         self._owner, self._method, self._runtime, self._entries = owner, method, runtime, entries
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replaced = self._runtime.enter(self._entries, (args, kwargs))
-        args, kwargs = (args, kwargs) if replaced is None else replaced
         output = None
         try:
+            replaced = self._runtime.enter(self._entries, (args, kwargs))
+            args, kwargs = (args, kwargs) if replaced is None else replaced
             output = self._method(*args, **kwargs)
         finally:
-            scaled = self._runtime.leave(self._entries, output)
+            scaled = self._runtime.leave(self._entries, args, output)
         return output if scaled is None else scaled
 
     def __deepcopy__(self, memo: Any) -> Any:

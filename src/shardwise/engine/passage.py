@@ -24,6 +24,9 @@ class BackwardListener(Protocol):
     ) -> None:
         """Autograd is about to run the backward of a call; Units come with the version its graph was built on."""
 
+    def begin_backward(self) -> None:
+        """Autograd runs."""
+
     def announce(self, units: Iterable[Unit]) -> None:
         """Gradients of these Units are about to come, without their parameters being read."""
 
@@ -100,6 +103,7 @@ class Inside:
 
     def __call__(self, _: torch.Tensor) -> None:
         """The gradient of an output is there."""
+        self._listener.begin_backward()
         for unit, version in self._units:
             if not (unit.was_opened and unit.is_gathered and unit.version == version) or torch.is_grad_enabled():
                 self._listener.before_backward((), self._units, None)

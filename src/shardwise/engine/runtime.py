@@ -137,7 +137,7 @@ class Runtime:
 
     @_hook
     def _arrive(self, unit: Unit, slot: int, grad: torch.Tensor | None) -> None:
-        self._begin_backward()
+        self.begin_backward()
         if grad is not None:
             self._check_opened(unit, slot)
             self.gradients.arrive(unit, slot, grad.detach() if grad.requires_grad else grad)
@@ -154,7 +154,7 @@ class Runtime:
         if not _is_inside_autograd() and (self._in_backward or self._loading is not None or was_interrupted):
             self._start_afresh()  # the last backward, load or forward was cut short
         if self.runner is not None and not self._frames and not self._in_backward and not _is_inside_autograd():
-            self.runner.begin_forward(is_new=is_root)
+            self.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
         frame = Frame(Passage(self) if torch.is_grad_enabled() else None, is_root=is_root)
         frame.is_scaled = self.scaler is not None and not self._frames and not self._scaled
         self._frames.append(frame)
@@ -183,17 +183,17 @@ class Runtime:
         (frame.nested if is_nested else frame.units).append(unit)
 
     @_hook
-    def leave(self, entries: Sequence[Entry], output: Any, *, reads_params_in_backward: bool = True) -> Any:
+    def leave(self, entries: Sequence[Entry], inputs: Any, output: Any, *, reads_params_in_backward: bool = True) -> Any:
         """A module's forward ended: watch for its backward, then free what nobody else is inside of.
 
-        Returns the output to hand out instead, or None.
+        `inputs` are the positional ones. Returns the output to hand out instead, or None.
         """
         if not self._frames:
             return None  # this call's enter raised: torch calls the hook after forward all the same
         frame = self._frames.pop()
         if frame.is_inside:
             if torch.is_grad_enabled():
-                self._watch_inside(entries, output, reads_params_in_backward)
+                self._watch_inside(entries, inputs, output, reads_params_in_backward)
             if not frame.opened:
                 return None
         if frame.passage is not None:
@@ -212,11 +212,11 @@ class Runtime:
             return map_tensors(functools.partial(self._scale_gradient_of, frame.passage), output)
         return None
 
-    def _watch_inside(self, entries: Sequence[Entry], output: Any, reads_params: bool) -> None:
-        """A call ended that ran inside an outer call's open Units."""
+    def _watch_inside(self, entries: Sequence[Entry], inputs: Any, output: Any, reads_params: bool) -> None:
+        """A call ended that ran inside an outer call's open Units; tensors that it only handed through are not its own."""
         units = tuple((unit, unit.version) for unit, _ in entries)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-            if tensor.grad_fn is not None and units:
+            if tensor.grad_fn is not None and units and not any(tensor is given for given in inputs):
                 tensor.register_hook(Inside(self, units) if reads_params else functools.partial(self._announce_inside, units))
 
     def _announce_inside(self, units: Sequence[tuple[Unit, int]], _: torch.Tensor) -> None:
@@ -317,7 +317,7 @@ class Runtime:
         self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage | None
     ) -> None:
         """Autograd is about to run the backward of a forward call that used these Units."""
-        self._begin_backward()
+        self.begin_backward()
         for unit, version in (*units, *nested):
             if unit.version != version:
                 raise StaleGraphError(
@@ -337,7 +337,7 @@ class Runtime:
     @_hook
     def announce(self, units: Iterable[Unit]) -> None:
         """Gradients are about to come of Units whose parameters their backward does not read."""
-        self._begin_backward()
+        self.begin_backward()
         for unit in units:
             unit.was_opened = True
 
@@ -349,7 +349,8 @@ class Runtime:
             unit.passages.discard(passage)
             self._free(unit)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Autograd runs: note it if that is news, and have the end of it reported."""
         if self._in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
             self._start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
         if not self._in_backward:
@@ -437,6 +438,11 @@ class Runtime:
                 self.gradients.clear()
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
+
+    def after_closure(self) -> None:
+        """The closure that the optimizer called may have run forward passes: nobody updates before all have ended."""
+        self._settle()
+        self._fence()
 
     def _fence(self) -> None:
         begin = time.perf_counter()

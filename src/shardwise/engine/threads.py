@@ -12,11 +12,12 @@ import torch
 
 from shardwise.comm import World, host_identity
 
-_AT_IMPORT = torch.get_num_threads()
+_expected = torch.get_num_threads()  # what torch, torchrun or this module set: anything else was set by the user
 
 
 def share_cores(world: World) -> str:
     """Set this process's thread count; returns what was done, for the report. All ranks must call."""
+    global _expected
     if world.device.type != "cpu":
         return ""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
@@ -24,20 +25,21 @@ def share_cores(world: World) -> str:
     num_ranks = world.gather_objects(mine).count(mine)
     share = max(len(cores) // num_ranks, 1)
     found = f"{len(cores)} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    if user_chose(len(cores)):
+    if user_chose():
         return f"{torch.get_num_threads()}, as chosen ({found})"
     if torch.get_num_threads() != share:
         torch.set_num_threads(share)
+        _expected = share
     return f"{share} ({found})"
 
 
-def user_chose(num_cores: int) -> bool:
+def user_chose() -> bool:
     """Whether the thread count comes from the user: a variable of theirs, or a call of torch.set_num_threads."""
     if "MKL_NUM_THREADS" in os.environ:
         return True
     if "OMP_NUM_THREADS" in os.environ:
-        return not _is_torchruns_default() or torch.get_num_threads() != 1
-    return torch.get_num_threads() != _AT_IMPORT or torch.get_num_threads() not in (num_cores, max(num_cores // 2, 1))
+        return not _is_torchruns_default() or torch.get_num_threads() != _expected
+    return torch.get_num_threads() != _expected
 
 
 def _is_torchruns_default() -> bool:

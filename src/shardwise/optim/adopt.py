@@ -56,6 +56,7 @@ def adopt_optimizer(
     optimizer: torch.optim.Optimizer,
     units: Sequence[Unit],
     before_step: Callable[[bool], None],
+    after_closure: Callable[[], None],
     after_step: Callable[[], None],
 ) -> None:
     """Swap parameters for pieces, in place, keeping each group's order."""
@@ -70,9 +71,18 @@ def adopt_optimizer(
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
 
-    def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         before_step(closure is not None)
+        if closure is None:
+            return None
+
+        def followed() -> Any:
+            loss = closure()
+            after_closure()
+            return loss
+
+        return (args[0],), {**kwargs, "closure": followed}
 
     def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         after_step()

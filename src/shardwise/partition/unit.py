@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes
-from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, Tier, make_full_buffer
+from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, OverlaidBuffer, Tier, make_full_buffer
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
 
@@ -112,8 +112,13 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Memory the full vector takes while gathered."""
-        return self.layout.numel * self.dtypes.compute.itemsize if self._full is None else self._full.num_bytes
+        """Length of the full vector; what it costs while gathered, unless it is overlaid."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def is_overlaid(self) -> bool:
+        """Whether the full vector shows the ranks' shards where they lie."""
+        return isinstance(self._full, OverlaidBuffer)
 
     @property
     def holds_alias(self) -> bool:

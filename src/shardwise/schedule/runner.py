@@ -31,20 +31,23 @@ class Runner:
         self._phase: Phase | None = None
         self._position = 0  # the next gather the plan expects
         self._next = 0  # the next gather to start
+        self._stop = 0  # the first one that this pass does not lead to
         self._started: deque[tuple[int, int]] = deque()  # (position, Unit) started and not yet used
         self.num_early = 0
         self.num_on_demand = 0
 
-    def begin_forward(self, *, is_new: bool) -> None:
+    def begin_forward(self, *, is_new: bool, leads_to_backward: bool = True) -> None:
         """An outermost call begins. If it is not the whole model's (`is_new`) it may go on with a pass that others began."""
         if is_new or self._phase is not Phase.FORWARD:
             self._begin(Phase.FORWARD)
+        self._stop = len(self._plan.order) if leads_to_backward else self._plan.backward_at
 
     def begin_backward(self) -> None:
         """Autograd has begun: what was gathered since the last forward began is what a forward gathers."""
         if self._phase is Phase.FORWARD:
             self._is_stale |= self._trace.end(Phase.FORWARD)
         self._begin(Phase.BACKWARD)
+        self._stop = len(self._plan.order)
 
     def end_backward(self) -> None:
         """Autograd has ended."""
@@ -55,7 +58,7 @@ class Runner:
     def _begin(self, phase: Phase) -> None:
         """Expect what the last such pass did. What was started for another pass is given up."""
         if self._is_stale:
-            self.settle()
+            self._give_up_all()
             order, backward_at = self._trace.order()
             self._plan = make_plan(order, backward_at, self._sizes, self.budget_bytes, self.depth.now)
             self._is_stale = False
@@ -86,20 +89,17 @@ class Runner:
     def _move_to(self, position: int) -> None:
         """Expect `position` next; of what was started, drop what lies before it or too far ahead of it."""
         self._position = position
-        kept: deque[tuple[int, int]] = deque()
-        for at, unit in self._started:
-            if at < position or at >= self._plan.reach[position]:
-                self._drop(unit)
-            else:
-                kept.append((at, unit))
-        self._started = kept
-        self._next = max((at + 1 for at, _ in kept), default=position)
+        for entry in list(self._started):
+            if entry[0] < position or entry[0] >= self._plan.reach[position]:
+                self._started.remove(entry)
+                self._drop(entry[1])
+        self._next = max((at + 1 for at, _ in self._started), default=position)
 
     def pump(self) -> None:
         """Start what may be started now. Called when a Unit is in use or was freed."""
         if self._phase is None:
             return
-        while self._next < self._plan.reach[self._position]:
+        while self._next < min(self._plan.reach[self._position], self._stop):
             unit = self._plan.order[self._next]
             if any(unit == started for _, started in self._started) or not self._start(unit):
                 return  # still in use: its turn comes when it is freed
@@ -108,15 +108,20 @@ class Runner:
 
     def stop(self) -> None:
         """No pass runs, or none whose end will be seen: start nothing, hold nothing."""
-        self.settle()
         self._phase = None
+        self._give_up_all()
 
-    def settle(self) -> None:
-        """Give up everything that was started and not used."""
-        started, self._started = self._started, deque()
-        for _, unit in started:
-            self._drop(unit)
+    def _give_up_all(self) -> None:
+        """Drop everything that was started and not used, also if dropping one fails."""
+        failed: Exception | None = None
+        while self._started:
+            try:
+                self._drop(self._started.popleft()[1])
+            except Exception as error:
+                failed = failed or error
         self._next = self._position
+        if failed is not None:
+            raise failed
 
     def observe(self, stall_percent: int) -> None:
         """The share of the last step spent waiting for gathers, the same number on every rank."""

@@ -1,0 +1,33 @@
+"""What failing ranks of different hosts tell each other, through the key-value store of the launch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import torch.distributed.distributed_c10d as c10d
+
+_LIMIT_S = 2.0
+
+
+def exchange_notices(run: int, rank: int, world_size: int, text: str) -> list[str]:
+    """Leave `text` and hear what the others say of the same run. The store may be gone: never takes long, never raises."""
+    heard: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            store = c10d.PrefixStore(f"shardwise-notices-{run}", c10d._get_default_store())
+            store.set(str(rank), text)
+            deadline = time.monotonic() + 0.5 * _LIMIT_S
+            missing = [other for other in range(world_size) if other != rank]
+            while missing and time.monotonic() < deadline:
+                for other in [other for other in missing if store.check([str(other)])]:
+                    missing.remove(other)
+                    heard.append(f"Rank {other} says: {store.get(str(other)).decode()}")
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=ask, name="shardwise-notices", daemon=True)
+    thread.start()
+    thread.join(timeout=_LIMIT_S)
+    return list(heard)
