@@ -208,7 +208,7 @@ def test_ranks_that_meet_for_different_things_are_told() -> None:
 
 def closure_then_forward() -> bool:
     """A closure that goes on computing after its backward: no rank may update shards that a slower one still reads."""
-    run, model, opt, plain, plain_opt = build("paged", "sgd", stage=3)
+    run, model, opt, plain, _ = build("paged", "sgd", stage=3)
     seen = []
 
     def closure() -> torch.Tensor:
