@@ -79,7 +79,7 @@ def _train(rank: int, directory: str, transport: str, how: str) -> None:
 @contextlib.contextmanager
 def ranks(*args: Any) -> Iterator[tuple[Path, list[Any]]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardwise"])
+    context.set_forkserver_preload(["torch", "shardwise.testing"])
     with tempfile.TemporaryDirectory(prefix="shardwise-hangs-") as directory:
         processes = [context.Process(target=_train, args=(rank, directory, *args)) for rank in range(SIZE)]
         for process in processes:
@@ -93,14 +93,13 @@ def ranks(*args: Any) -> Iterator[tuple[Path, list[Any]]]:
                 process.join()
 
 
+QUICK = [("shared", "raise"), ("shared", "kill"), ("shared", "stop"), ("pairwise", "stop"), ("pairwise", "skip")]
+LATER = [("pairwise", "raise"), ("pairwise", "kill"), ("pairwise", "sleep"), ("shared", "sleep"), ("shared", "leave out")]
+
+
 # A block that one rank skips is fine over shared memory (test_parity's branchy-by-rank), where gathers are one-sided.
 @pytest.mark.parametrize(
-    ("transport", "how"),
-    [
-        *((t, how) for t in ("shared", "pairwise") for how in ("raise", "kill", "stop", "sleep")),
-        ("pairwise", "skip"),
-        ("shared", "leave out"),
-    ],
+    ("transport", "how"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow, id="-".join(case)) for case in LATER)]
 )
 def test_every_survivor_fails_in_time_and_says_why(transport: str, how: str) -> None:
     with ranks(transport, how) as (directory, processes):

