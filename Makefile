@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt
 
-.PHONY: train test test-slow bench clean
+.PHONY: train test test-slow bench profile clean
 
 train: $(VENV)/.installed-train
 	$(BIN)/shardwise train
@@ -22,6 +22,9 @@ test-slow: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/compare.py
+
+profile: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/profile.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

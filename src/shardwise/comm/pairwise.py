@@ -175,6 +175,7 @@ class PairwiseTransport(Transport):
 
 def combine_by_gloo(transport: Transport, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Gloo's all-reduce with a limit on the wait and a name for the error; gives the same bits on every rank."""
+    pause("combine")
     operation = transport.watch.begin("meeting", "combine")
     work = dist.all_reduce(values, op=op, group=transport.world.group, async_op=True)
     transport.watch.wait_all([(work, -1)], operation)

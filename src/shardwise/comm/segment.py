@@ -59,7 +59,8 @@ class SharedSegments:
         self.host = host
         self.num_bytes = max(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
         self._check_room(min(host.gather_objects(available_bytes())))
-        self._files: list[int] = []
+        self._files: list[int] = []  # to be closed; this rank's own first
+        self._by_rank: list[int] = []
         self._maps: list[mmap.mmap] = []
         weakref.finalize(self, _close_all, self._files)
         handles = self._agree(self._make)
@@ -93,10 +94,11 @@ class SharedSegments:
         return os.getpid(), own
 
     def _map(self, handles: Sequence[tuple[int, int]]) -> None:
-        own = self._files.pop()
         for rank, (pid, number) in enumerate(handles):
-            self._files.append(own if rank == self.host.rank else _open_peer(pid, number))
-            self._maps.append(mmap.mmap(self._files[-1], self.num_bytes, flags=mmap.MAP_SHARED))
+            if rank != self.host.rank:
+                self._files.append(os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+            self._by_rank.append(self._files[0 if rank == self.host.rank else -1])
+            self._maps.append(mmap.mmap(self._by_rank[-1], self.num_bytes, flags=mmap.MAP_SHARED))
 
     def _check_room(self, room: int) -> None:
         """The same answer on every rank, so that none is left waiting."""
@@ -117,11 +119,7 @@ class SharedSegments:
 
     def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> FullBuffer:
         """The (rank, start) ranges, `length` bytes each, seen one after the other as one vector; nothing is copied."""
-        return OverlaidBuffer([(self._files[rank], start) for rank, start in ranges], length, dtype)
-
-
-def _open_peer(pid: int, number: int) -> int:
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        return OverlaidBuffer([(self._by_rank[rank], start) for rank, start in ranges], length, dtype)
 
 
 def _close_all(files: list[int]) -> None:

@@ -193,6 +193,7 @@ class SharedTransport(Transport):
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Every rank reads all values and combines them in rank order."""
+        pause("combine")
         return combined(self._meeting.collect(self.watch.begin("meeting", "combine"), values), op)
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
