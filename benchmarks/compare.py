@@ -93,6 +93,7 @@ def passed_on(args: argparse.Namespace) -> list[str]:
         f"--batch={args.batch}",
         f"--sequence={args.sequence}",
         f"--shape={args.shape}",
+        *(f"--option={option}" for option in args.option),
     ]
 
 
@@ -102,7 +103,7 @@ def work(args: argparse.Namespace) -> None:
     from shardwise.observe import MemorySampler, process_memory
     from shardwise.planner import gpt_activation_bytes
     from shardwise.testing.models import GPT, GPTConfig
-    from systems import SYSTEMS, start_group
+    from systems import OPTIONS, SYSTEMS, start_group
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_group(args.worker)
@@ -117,6 +118,7 @@ def work(args: argparse.Namespace) -> None:
     model = GPT(GPTConfig(**shape))
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     tokens = torch.randint(0, shape["vocabulary"], (args.batch, args.sequence + 1), generator=generator)
+    OPTIONS.update((name, int(value)) for name, _, value in (option.partition("=") for option in args.option))
     step = SYSTEMS[args.worker](model, lambda m: m(tokens[:, :-1], tokens[:, 1:]))
     del model
     wall, cpu = [], []
@@ -201,6 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--shape", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--only", action="append")
+    parser.add_argument("--option", action="append", default=[], help="name=number, an option of shard() for shardwise systems")
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)

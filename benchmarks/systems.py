@@ -89,14 +89,18 @@ def deepspeed(stage: int):
     return build
 
 
-def shardwise(stage: int, **options):
+OPTIONS: dict[str, int] = {}
+"""Further options of shard(), from the command line."""
+
+
+def shardwise(stage: int):
     """This library."""
 
     def build(model, loss_of):
         import shardwise as sw
 
         optimizer = adamw(model.parameters())
-        run = sw.shard(model, optimizer, stage=stage, **options)
+        run = sw.shard(model, optimizer, stage=stage, **OPTIONS)
         step = plain_step(model, optimizer, loss_of)
         step.run = run
         return step
