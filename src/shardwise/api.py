@@ -293,6 +293,8 @@ class Run:
         predicted = self.predicted_memory(activation_bytes=activation_bytes).by_kind()
         measured = self.measured_memory()
         rows = [[kind, format_bytes(predicted[kind]), format_bytes(measured[kind])] for kind in predicted]
+        if not measured["activation"]:
+            rows[list(predicted).index("activation")][2] = "not measured"
         rows.append(["sum", format_bytes(sum(predicted.values())), format_bytes(sum(measured[k] for k in predicted))])
         first = runtime.units[0].dtypes
         lines = [
@@ -331,11 +333,11 @@ class Run:
         return ""
 
     def selfcheck(
-        self, batch_fn: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
+        self, loss_of: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
     ) -> ParityReport:
         """Compare sharded with plain replicated training of this very model, on copies; prints the differences.
 
-        `batch_fn(model, step)` returns this rank's loss. The model and optimizer in training are not touched. Needs
+        `loss_of(model, step)` returns this rank's loss. The model and optimizer in training are not touched. Needs
         memory for two whole copies. All ranks must call.
         """
         if self._optimizer is None:
@@ -343,7 +345,7 @@ class Run:
         plain, plain_optimizer = self._plain_copy()
         other, other_optimizer = self._plain_copy()
         run = Run(other, other_optimizer, self.config, *assemble(other, other_optimizer, self.config, self._runtime.world.mesh))
-        report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, batch_fn, steps=steps, max_norm=max_norm)
+        report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()
         if self._runtime.world.rank == 0:
             print(report)

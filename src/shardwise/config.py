@@ -147,7 +147,9 @@ class ShardConfig:
         known = [field.name for field in dataclasses.fields(ShardConfig)]
         for name in options:
             if name not in known:
-                raise ConfigError(f"shard() has no option {name!r}{_nearest(name, known)}; its options are {', '.join(known)}.")
+                raise ConfigError(
+                    f"shard() has no option {name!r}{_nearest(name, known)}; its options are {', '.join([*known, 'mesh'])}."
+                )
         if "stage" not in options:
             raise ConfigError("shard() needs stage=0, 1, 2 or 3.")
         values = dict(options)

@@ -28,6 +28,7 @@ _LONGEST_NAP_S = 1e-3
 _CHECK_S = 0.1  # how often a waiting rank looks whether its peers still exist and whether any has given up
 _WORDS = 4  # of an account, per channel: sequence, kind and Unit, step, rank waited for
 _TAG_BITS = 32
+_REMEDY = "Look for the first error in the output of the rank that was waited for; then start all ranks again."
 _numbers = itertools.count()  # ranks make their transports in the same order
 
 
@@ -108,7 +109,12 @@ class Watch:
 
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
-            raise TransportError(f"this run has failed before and its ranks are no longer in step: {self._failure}")
+            raise TransportError(f"this run has failed and accepts no more work. {self._failure}")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this run's ranks are no longer in step."""
+        return self._failure is not None
 
     def _write(self, operation: Operation, peer: int) -> None:
         if self._host is not None:
@@ -160,8 +166,9 @@ class Watch:
             except RuntimeError as error:
                 waited_s = time.monotonic() - begin
                 is_late = waited_s >= 0.95 * self.timeout_s
-                cause = f"longer than timeout_s={self.timeout_s:g}" if is_late else f"until the connection failed ({error})"
-                raise self.failed(operation, [peer] if peer >= 0 else [], waited_s, cause) from error
+                what = str(error).partition("\n")[0].partition(". ")[0]
+                cause = f"longer than timeout_s={self.timeout_s:g}" if is_late else f"until the connection failed ({what})"
+                raise self.failed(operation, [peer] if peer >= 0 else [], waited_s, cause) from None
 
     # -- failing ----------------------------------------------------------------------------------------------
 
@@ -172,11 +179,13 @@ class Watch:
         text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
         text += f" Under way beside it: {', '.join(beside)}." if beside else ""
         accounts = [self._account(local) for local in range(len(self._accounts)) if self._host and local != self._host.rank]
+        full = " ".join([text, *accounts, _REMEDY])
         is_first = self._failure is None
-        self._mark_failed(text)
+        self._mark_failed(full)
         if is_first and (self._host is None or self._host.world_size < self.world.world_size):
             accounts += exchange_notices(self._number, self.world.rank, self.world.world_size, text)
-        return TransportError(" ".join([text, *accounts]))
+            full = self._failure = " ".join([text, *accounts, _REMEDY])
+        return TransportError(full)
 
     def _mark_failed(self, text: str) -> None:
         self._failure = self._failure or text

@@ -298,7 +298,7 @@ class Runtime:
         if unit.is_gathered and not unit.is_always_full and not is_needed:
             self.events.emit("free", unit.name)
             unit.free()
-            if self.runner is not None:
+            if self.runner is not None and not self.transport.watch.has_failed:
                 self.runner.pump()
 
     # -- backward ---------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def compare_with_plain(
     optimizer: torch.optim.Optimizer,
     plain: nn.Module,
     plain_optimizer: torch.optim.Optimizer,
-    batch_fn: Callable[[nn.Module, int], torch.Tensor],
+    loss_of: Callable[[nn.Module, int], torch.Tensor],
     *,
     steps: int,
     max_norm: float | None = None,
@@ -193,7 +193,7 @@ def compare_with_plain(
 ) -> ParityReport:
     """Train both for `steps` steps on the same data and compare losses, gradients and values after each.
 
-    `batch_fn(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. `add_up` sums
+    `loss_of(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. `add_up` sums
     the reference's gradients over ranks; None: in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -204,9 +204,9 @@ def compare_with_plain(
             for micro in range(accumulate):
                 number = step * accumulate + micro
                 torch.manual_seed(seed + 1000 * number + rank)
-                loss = batch_fn(model, number)
+                loss = loss_of(model, number)
                 torch.manual_seed(seed + 1000 * number + rank)
-                expected = batch_fn(plain, number)
+                expected = loss_of(plain, number)
                 comparison.add("loss", step, loss.detach(), expected.detach())
                 loss.backward()
                 reference.backward(expected)
