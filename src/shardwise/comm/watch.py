@@ -63,6 +63,7 @@ class Watch:
         self._names: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._sequences = dict.fromkeys(CHANNELS, 0)
         self._under_way: dict[str, Operation] = {}  # by channel, on lanes
+        self._latest: Operation | None = None  # of some Unit
         self._failure: str | None = None
         self._host: World | None = None
         self._accounts: list[memoryview] = []
@@ -88,6 +89,8 @@ class Watch:
         sequence = self._sequences[channel]
         self._sequences[channel] = sequence + 1
         operation = Operation(channel, sequence, kind, tag)
+        if tag >= 0:
+            self._latest = operation
         if channel == "meeting":  # the others are accounted for when their lane comes to them
             self._write(operation, -1)
         return operation
@@ -178,6 +181,8 @@ class Watch:
         beside = [self.name(other) for other in list(self._under_way.values()) if other.channel != operation.channel]
         text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
         text += f" Under way beside it: {', '.join(beside)}." if beside else ""
+        if operation.tag < 0 and not beside and self._latest is not None:
+            text += f" The last Unit's exchange before it was {self.name(self._latest)}."
         accounts = [self._account(local) for local in range(len(self._accounts)) if self._host and local != self._host.rank]
         full = " ".join([text, *accounts, _REMEDY])
         is_first = self._failure is None
