@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from compare import SHAPES
 from ranks import free_port, rank_environment
@@ -47,9 +49,9 @@ def main() -> None:
     if args.worker:
         work(args)
         return
-    found: dict[str, list[dict]] = {name: [] for name in CONFIGURATIONS}
+    found: dict[str, list[dict]] = {name: [] for name in args.only or CONFIGURATIONS}
     for number in range(args.rounds):
-        for name in CONFIGURATIONS:
+        for name in found:
             found[name].append(launch(name, args))
             print(f"round {number + 1} {name}", file=sys.stderr)
     print(f"{args.shape}, stage {args.stage}, {args.ranks} ranks, sequence {args.sequence}, batch {args.batch}; milliseconds of")
@@ -64,9 +66,21 @@ def main() -> None:
             f"| {name} | {cells['step']:.0f} | " + " | ".join(f"{cells[c]:.1f}" for c in COLUMNS) + f" | {100 * share:.1f}% | "
             f"{cells['lanes']:.0f} |"
         )
+    print("\nhooks of rank 0, microseconds without what they wait for: median, and (calls per step)\n")
+    names = sorted({hook for rounds in found.values() for hook in rounds[0]["hooks"]})
+    print(f"| transport | {' | '.join(names)} |")
+    print("|---" * (len(names) + 1) + "|")
+    for name, rounds in found.items():
+        print(f"| {name} | {' | '.join(hook_cell([r['hooks'].get(hook, []) for r in rounds], args.steps) for hook in names)} |")
     last = {name: rounds[-1]["events"] for name, rounds in found.items()}
     write_trace(last, Path(f"{args.out}.json"))
     write_picture(last, Path(f"{args.out}.png"))
+
+
+def hook_cell(rounds: list[list[float]], steps: int) -> str:
+    """The median time of one hook over all rounds, and how often a step calls it."""
+    times = [t for r in rounds for t in r]
+    return f"{statistics.median(times):.0f} ({len(times) / steps / len(rounds):.0f})" if times else "-"
 
 
 def launch(name: str, args: argparse.Namespace) -> dict:
@@ -94,7 +108,7 @@ def launch(name: str, args: argparse.Namespace) -> dict:
         {key: statistics.mean(rank["steps"][number][key] for rank in ranks) for key in ranks[0]["steps"][number]}
         for number in range(args.steps)
     ]
-    return {"steps": steps, "events": ranks[0]["events"]}
+    return {"steps": steps, "hooks": ranks[0]["hooks"], "events": ranks[0]["events"]}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -119,6 +133,7 @@ def work(args: argparse.Namespace) -> None:
         step()
     run.events.is_detailed = True
     steps = []
+    hooks: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.steps):
         run.events.clear()
         begin = time.perf_counter()
@@ -126,8 +141,10 @@ def work(args: argparse.Namespace) -> None:
         end = time.perf_counter()
         events = list(run.events)
         spent = dict.fromkeys(COLUMNS, 0.0)
-        for kind, seconds in exclusive([e for e in events if e.duration_s and not e.lane]):
-            spent[PARTS[kind]] += 1e3 * seconds
+        for event, seconds in exclusive([e for e in events if e.duration_s and not e.lane]):
+            spent[PARTS[event.kind]] += 1e3 * seconds
+            if event.kind == "hook":
+                hooks[event.subject].append(1e6 * seconds)
         spent["step"] = 1e3 * (end - begin)
         spent["compute"] = spent["step"] - sum(spent[c] for c in COLUMNS)
         spent["lanes"] = 1e3 * sum(e.duration_s for e in events if e.lane)
@@ -138,13 +155,13 @@ def work(args: argparse.Namespace) -> None:
         if e.duration_s
     ]
     kept.append(dict(start=0.0, duration=end - begin, kind="step", subject="", lane=""))
-    Path(args.out).write_text(json.dumps({"steps": steps, "events": kept}))
+    Path(args.out).write_text(json.dumps({"steps": steps, "hooks": hooks, "events": kept}))
     dist.barrier()
     os._exit(0)
 
 
-def exclusive(events: list) -> list[tuple[str, float]]:
-    """(kind, seconds) of each event without the events inside it."""
+def exclusive(events: list) -> list[tuple[Any, float]]:
+    """Each event with its seconds without the events inside it."""
     found: list[list] = []
     open_: list[tuple[float, list]] = []  # (end, entry)
     for event in sorted(events, key=lambda e: (e.time_s - e.duration_s, -e.duration_s)):
@@ -153,10 +170,10 @@ def exclusive(events: list) -> list[tuple[str, float]]:
             open_.pop()
         if open_:
             open_[-1][1][1] -= event.duration_s
-        entry = [event.kind, event.duration_s]
+        entry = [event, event.duration_s]
         found.append(entry)
         open_.append((event.time_s, entry))
-    return [(kind, max(seconds, 0.0)) for kind, seconds in found]
+    return [(event, max(seconds, 0.0)) for event, seconds in found]
 
 
 def write_trace(last: dict[str, list[dict]], path: Path) -> None:
@@ -210,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=CONFIGURATIONS, help="one of them; may be repeated")
     parser.add_argument("--out", default="profile")
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -101,7 +101,7 @@ class Inside:
         self._listener = listener
         self._units = units
 
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, _: Any) -> None:
         """The gradient of an output is there."""
         self._listener.begin_backward()
         for unit, version in self._units:

@@ -216,10 +216,11 @@ class Runtime:
         """A call ended that ran inside an outer call's open Units; tensors that it only handed through are not its own."""
         units = tuple((unit, unit.version) for unit, _ in entries)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-            if tensor.grad_fn is not None and units and not any(tensor is given for given in inputs):
-                tensor.register_hook(Inside(self, units) if reads_params else functools.partial(self._announce_inside, units))
+            node = tensor.grad_fn
+            if node is not None and units and not any(tensor is given for given in inputs):
+                node.register_prehook(Inside(self, units) if reads_params else functools.partial(self._announce_inside, units))
 
-    def _announce_inside(self, units: Sequence[tuple[Unit, int]], _: torch.Tensor) -> None:
+    def _announce_inside(self, units: Sequence[tuple[Unit, int]], _: Any) -> None:
         self.announce(unit for unit, _ in units)
 
     def _unscale(self, grad: torch.Tensor) -> torch.Tensor:
