@@ -7,11 +7,11 @@ import dataclasses
 from pathlib import Path
 
 import shardwise
-from shardwise.config import LossScale, Precision, ShardConfig
+from shardwise.config import LossScale, Offload, Precision, ShardConfig
 
 SOURCE = Path(shardwise.__file__).parent
 LAYERS = [
-    "errors", "ticket", "config", "observe", "tiers", "partition", "comm", "schedule", "optim", "engine",
+    "errors", "native", "ticket", "config", "observe", "tiers", "partition", "comm", "schedule", "optim", "engine",
     "activations", "tiling", "checkpoint", "planner", "testing", "api", "cli",
 ]  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_core_import_needs_only_torch() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "LossScale", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
+        "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
     ]  # fmt: skip
     public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
     assert public == [
@@ -85,7 +85,11 @@ def test_public_surface() -> None:
 
 def test_config_fields_are_pinned() -> None:
     assert [f.name for f in dataclasses.fields(ShardConfig)] == [
-        "stage", "precision", "units", "max_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods", "transport", "timeout_s",
+        "stage", "precision", "units", "max_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods", "offload", "transport",
+        "timeout_s",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Precision)] == ["param", "compute", "reduce", "master", "loss_scale"]
+    assert [f.name for f in dataclasses.fields(Offload)] == [
+        "params", "grads", "optimizer", "path", "host_bytes", "step_bytes", "checks",
+    ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(LossScale)] == ["initial", "growth", "backoff", "interval", "minimum"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
-from shardwise.config import Precision, ShardConfig, UnitRule
+from shardwise.config import Offload, Precision, ShardConfig, UnitRule
 from shardwise.engine import BUCKET_BYTES, MAX_IN_FLIGHT, Runtime, assemble, constructing
 from shardwise.errors import ConfigError, ModelError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
@@ -37,6 +37,7 @@ def shard(
     methods: str | Sequence[str] = (),
     transport: str = ShardConfig.transport,
     timeout_s: float = ShardConfig.timeout_s,
+    offload: Offload | str | None = None,
     mesh: DeviceMesh | None = None,
     **unknown: Any,
 ) -> Run:
@@ -57,6 +58,7 @@ def shard(
             "methods": methods,
             "transport": transport,
             "timeout_s": timeout_s,
+            "offload": offload,
             **unknown,
         }
     )
@@ -145,7 +147,7 @@ class Run:
         for name, (unit, slot) in self._places.items():
             by_unit.setdefault(unit.index, []).append((name, slot))
         for unit in self._runtime.units:
-            full = self._runtime.full_vector(unit, unit.master)
+            full = self._runtime.full_master(unit)
             for name, slot in by_unit[unit.index]:
                 yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
         persistent = {name for name in self._buffer_names()}
@@ -175,7 +177,7 @@ class Run:
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
         unit, slot = self._place(name)
-        if not unit.is_trainable or unit.grad is None:
+        if not unit.is_trainable or (unit.grad is None and not self._runtime.offload.grads_are_away):
             return None
         has = any(p.piece.slot_index == slot and p.master.grad is not None for p in unit.pieces)
         flag = self._runtime.transport.combine(
@@ -183,12 +185,12 @@ class Run:
         )
         if not flag.item():
             return None
-        return _param_view(unit, slot, self._runtime.full_vector(unit, unit.grad)).clone()
+        return _param_view(unit, slot, self._runtime.full_grad(unit)).clone()
 
     def master(self, name: str) -> torch.Tensor:
         """The full value the optimizer updates (fp32 or wider). All ranks must call."""
         unit, slot = self._place(name)
-        return _param_view(unit, slot, self._runtime.full_vector(unit, unit.master)).clone()
+        return _param_view(unit, slot, self._runtime.full_master(unit)).clone()
 
     def _place(self, name: str) -> tuple[Unit, int]:
         if name not in self._places:
@@ -310,6 +312,7 @@ class Run:
             lines += ["", f"process memory now {now} (interpreter and libraries included)"]
         if runtime.threads:
             lines.append(f"threads {runtime.threads}")
+        lines += runtime.offload.describe()
         if runtime.runner is not None:
             lines.append(
                 f"prefetch: {runtime.runner.depth.now} ahead within {format_bytes(runtime.runner.budget_bytes)}, "
@@ -380,8 +383,9 @@ class Run:
         return [name for name in self._places if name in everyone]
 
     def close(self) -> None:
-        """End background threads. The model stays as it is."""
+        """End background threads and give disk space back. The model stays as it is."""
         self._runtime.transport.close()
+        self._runtime.offload.close()
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model has no run."""

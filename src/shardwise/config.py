@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,6 +93,66 @@ _PRESETS: dict[str, Precision] = {
 }
 
 
+TIERS = ("device", "host", "disk")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where model states live between their uses: 'device', 'host' or 'disk' for each. On a CPU device and host are one."""
+
+    params: str = "device"
+    """Stored parameter shards. Below stage 3 parameters are whole all the time and stay on the device."""
+    grads: str = "device"
+    """Reduced gradient shards."""
+    optimizer: str = "device"
+    """Moments and, where they are not the stored parameters themselves, masters."""
+    path: str | os.PathLike[str] | None = None
+    """Directory on the disk; None: the system's directory for temporary files. Nothing remains there after the run."""
+    host_bytes: int | None = None
+    """Bound of what one rank holds in memory for states and buffers; None: no bound but the machine's."""
+    step_bytes: int = 32 << 20
+    """Bytes of each vector (parameters, gradients, each moment) that are updated at a time when states stream."""
+    checks: bool = False
+    """Keep a checksum of everything written to disk and compare it when it is read."""
+
+    def __post_init__(self) -> None:
+        for field in ("params", "grads", "optimizer"):
+            value = getattr(self, field)
+            if value not in TIERS:
+                raise ConfigError(
+                    f"Offload: {field}={value!r} is not a tier{_nearest(str(value), TIERS)}; use 'device', 'host' or 'disk'."
+                )
+        for field, least in (("host_bytes", 1), ("step_bytes", 1 << 16)):
+            value = getattr(self, field)
+            if value is None and field == "host_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"Offload: {field}={value!r} must be a whole number of at least {least} bytes.")
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise ConfigError(f"Offload: path={self.path!r} must be a directory.")
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything lives on disk."""
+        return "disk" in (self.params, self.grads, self.optimizer)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything stays where it is computed with."""
+        return self.params == self.grads == self.optimizer == "device"
+
+    @staticmethod
+    def of(value: Offload | str | None) -> Offload:
+        """An Offload, a tier for everything, or None (everything on the device)."""
+        if value is None:
+            return Offload()
+        if isinstance(value, Offload):
+            return value
+        if isinstance(value, str):
+            return Offload(params=value, grads=value, optimizer=value)
+        raise ConfigError(f"offload={value!r} must be a shardwise.Offload or one of {', '.join(TIERS)}.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """Everything `shard` was asked for."""
@@ -110,6 +171,8 @@ class ShardConfig:
     """Bound of all full vectors gathered ahead of their use, where gathers take time. None: the largest Unit; 0: no prefetch."""
     methods: tuple[str, ...] = ()
     """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
+    offload: Offload = dataclasses.field(default_factory=Offload)
+    """Where model states live between their uses."""
     transport: str = "auto"
     """How ranks combine: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
 
@@ -136,6 +199,15 @@ class ShardConfig:
                 f"transport={self.transport!r} is not known{_nearest(self.transport, TRANSPORTS)}; "
                 f"use one of {', '.join(TRANSPORTS)}."
             )
+        if self.offload.params != "device" and self.stage < 3:
+            raise ConfigError(
+                f"Offload(params={self.offload.params!r}) at stage {self.stage}: parameters are whole all the time there and "
+                "stay on the device. Use stage=3, or leave params='device'."
+            )
+        if self.offload.grads != "device" and self.stage < 1:
+            raise ConfigError(
+                f"Offload(grads={self.offload.grads!r}) at stage 0: gradients are whole on every rank there. Use stage 1, 2 or 3."
+            )
         if not (self.units is None or _is_rule(self.units)):
             raise ConfigError(
                 f"units={self.units!r} must be a module class, a tuple of classes, or a function from a module to bool."
@@ -154,6 +226,7 @@ class ShardConfig:
             raise ConfigError("shard() needs stage=0, 1, 2 or 3.")
         values = dict(options)
         values["precision"] = Precision.of(values.get("precision"))
+        values["offload"] = Offload.of(values.get("offload"))
         methods = values.get("methods", ())
         values["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if isinstance(values.get("units"), list):

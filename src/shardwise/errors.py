@@ -54,3 +54,7 @@ class MemoryBudgetError(ShardwiseError, MemoryError):
 
 class SharedMemoryError(MemoryBudgetError, TransportError):
     """Ranks of one host cannot share as much memory as they need."""
+
+
+class DiskError(ShardwiseError, OSError):
+    """A disk tier could not be set up, read or written; `errno` says why."""

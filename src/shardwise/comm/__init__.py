@@ -13,7 +13,7 @@ after its first failure a transport refuses work.
 
 from shardwise.comm.joined import JoinedSink, JoinedSource
 from shardwise.comm.segment import host_identity
-from shardwise.comm.transport import Counters, Reservation, Sink, Source, Transport
+from shardwise.comm.transport import Counters, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.transports import make_transport
 from shardwise.comm.world import World
 
@@ -28,4 +28,5 @@ __all__ = [
     "World",
     "host_identity",
     "make_transport",
+    "own_slice",
 ]

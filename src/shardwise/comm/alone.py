@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, sum_dtype
+from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, copy_own, sum_dtype
 from shardwise.comm.world import World
-from shardwise.ticket import Done, Ticket
+from shardwise.ticket import Deferred, Done, Ticket
 
 
 class AloneTransport(Transport):
@@ -30,11 +30,18 @@ class AloneTransport(Transport):
     def _chunk(self, dtype: torch.dtype) -> int:
         return max(min(self._limit_bytes // dtype.itemsize, self._largest_shard_numel), 1)
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
-        """Copy the one shard."""
-        copy_own(self.world, shard, full)
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
+        """Copy the one shard, unless it lies in the full vector already."""
         self._count_gather(shard)
-        return Done()
+        if ready is READY:
+            copy_own(self.world, shard, full)
+            return READY
+
+        def finish() -> None:
+            ready.wait()
+            copy_own(self.world, shard, full)
+
+        return Deferred(finish)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Hand the gradient over, chunk by chunk."""

@@ -19,7 +19,7 @@ from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import broadcast_by_gloo, combine_by_gloo
 from shardwise.comm.segment import PAGE_BYTES
 from shardwise.comm.shared import HostShards, copier
-from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
@@ -80,15 +80,16 @@ class CombinedTransport(Transport):
 
     # -- gather -----------------------------------------------------------------------------------------------
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Exchange along the rail and hand on inside the host, on a lane of its own."""
         pause("gather.start")
         self._count_gather(shard)
         operation = self.watch.begin("prefetch", "gather", tag)
-        return self._gather_lane.submit(lambda: self._gather(operation, shard.contiguous(), full))
+        return self._gather_lane.submit(lambda: self._gather(operation, shard.contiguous(), full, ready))
 
-    def _gather(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
+    def _gather(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor, ready: Ticket) -> None:
         with self.watch.during(operation):
+            ready.wait()
             landings: dict[int, torch.Tensor] = {}
             works: list[tuple[Any, int]] = []
             for _, mate in self._mates():

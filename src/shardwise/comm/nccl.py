@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Sink, Source, Transport, sum_dtype
+from shardwise.comm.transport import READY, Sink, Source, Transport, sum_dtype
 from shardwise.ticket import Deferred, Ticket
 
 
@@ -18,8 +18,9 @@ class NcclTransport(Transport):
 
     name = "nccl"
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Start an all-gather in the stored dtype; widen on arrival if the full vector is wider."""
+        ready.wait()
         wire = full if full.dtype == shard.dtype else torch.empty(full.shape, dtype=shard.dtype, device=full.device)
         work = dist.all_gather_into_tensor(wire, shard, group=self.world.group, async_op=True)
         self._count_gather(shard)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
@@ -60,15 +60,16 @@ class PairwiseTransport(Transport):
         self._largest_shard_numel = max((r.shard_numel(size) for r in reservations), default=self._largest_shard_numel)
         return super().reserve(reservations)
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Send the shard to every peer and receive theirs straight into place (or, if narrower, beside it)."""
         pause("gather.start")
         self._count_gather(shard)
         operation = self.watch.begin("prefetch", "gather", tag)
-        return self._gather_lane.submit(lambda: self._exchange_shards(operation, shard.contiguous(), full))
+        return self._gather_lane.submit(lambda: self._exchange_shards(operation, shard.contiguous(), full, ready))
 
-    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
+    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor, ready: Ticket) -> None:
         with self.watch.during(operation):
+            ready.wait()
             for landing, place in self._send_and_receive(operation, shard, full):
                 if landing is not place:
                     place.copy_(landing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.transport import Sink, Source, Transport, own_slice, sum_dtype
+from shardwise.comm.transport import READY, Sink, Source, Transport, own_slice, sum_dtype
 from shardwise.ticket import Done, Ticket
 
 
@@ -14,8 +14,9 @@ class ReferenceTransport(Transport):
 
     name = "reference"
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """One blocking all-gather, then a cast."""
+        ready.wait()
         parts = [torch.empty_like(shard) for _ in range(self.world.world_size)]
         dist.all_gather(parts, shard.contiguous(), group=self.world.group)
         for rank, part in enumerate(parts):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.segment import PAGE_BYTES, SharedSegments
-from shardwise.comm.transport import Reservation, Sink, Source, Transport, combined, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, combined, copy_own, own_slice, sum_dtype
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
@@ -43,12 +43,12 @@ class HostShards:
         at = 0
         for entry in reservations:
             self._starts[entry.tag] = at
-            at += -(-entry.numel * entry.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+            at += -(-entry.memory_numel * entry.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
         self._segments = SharedSegments(self._host, at, keeps_files=True)
         memory = []
         for entry in reservations:
             start = self._starts[entry.tag]
-            vectors = [self._segments.view(r, start, entry.numel, entry.dtype) for r in range(self._host.world_size)]
+            vectors = [self._segments.view(r, start, entry.memory_numel, entry.dtype) for r in range(self._host.world_size)]
             memory.append(vectors[self._host.rank])
             self._shards[entry.tag] = [
                 own_slice(self._world, vector, rank) if entry.is_full else vector
@@ -109,19 +109,20 @@ class SharedTransport(Transport):
             self._overlays.add(found.tensor.data_ptr())
         return found
 
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Nothing for a full vector that shows the shards; else copies. Memory that is not shared goes through the mailboxes."""
         pause("gather.start")
         self._count_gather(shard)
         if not self._shards.holds(tag, shard):
             operation = self.watch.begin("exchange", "gather", tag)
-            return self._lane.submit(lambda: self._exchange_shards(operation, shard, full))
+            return self._lane.submit(lambda: self._exchange_shards(operation, shard, full, ready))
         if full.data_ptr() not in self._overlays:
             self._shards.copy_into(full, tag)
         return Done()
 
-    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
+    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor, ready: Ticket) -> None:
         with self.watch.during(operation):
+            ready.wait()
             copy_own(self.world, shard, full)
             chunk = self._chunk_bytes // shard.element_size()
             for start in range(0, shard.numel(), chunk):

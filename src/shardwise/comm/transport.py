@@ -15,8 +15,11 @@ import torch.distributed as dist
 
 from shardwise.comm.watch import Watch
 from shardwise.comm.world import World
-from shardwise.ticket import Ticket
+from shardwise.ticket import Done, Ticket
 from shardwise.tiers import FullBuffer
+
+READY = Done()
+"""The shard is there already."""
 
 
 class Source(Protocol):
@@ -50,6 +53,13 @@ class Reservation:
     is_full: bool
     parameters: tuple[str, ...] = ()
     """Their names, for messages."""
+    is_away: bool = False
+    """The vector lives on another tier: it needs no memory here."""
+
+    @property
+    def memory_numel(self) -> int:
+        """Elements of memory to set aside."""
+        return 0 if self.is_away else self.numel
 
     def shard_numel(self, world_size: int) -> int:
         """Length of one rank's part."""
@@ -97,7 +107,7 @@ class Transport(ABC):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Zeroed memory for the vectors that will be gathered often, where this transport can reach it best."""
-        return [torch.zeros(entry.numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
+        return [torch.zeros(entry.memory_numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
         """A full vector that shows the ranks' shards where they lie, so that gathering copies nothing; None if there is none."""
@@ -115,10 +125,11 @@ class Transport(ABC):
         return self.world.broadcast(values)
 
     @abstractmethod
-    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
+    def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Start filling `full` with every rank's shard; the shard must not change before the Ticket is waited for.
 
-        `full` may have a wider dtype than `shard`: elements travel narrow and are widened on arrival.
+        The shard itself need only be there when `ready` has ended. `full` may have a wider dtype than `shard`: elements
+        travel narrow and are widened on arrival.
         """
 
     @abstractmethod

@@ -5,6 +5,8 @@ Called by `shard`. Until the first Unit is filled nothing of the user's is chang
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +15,7 @@ from shardwise.comm import Reservation, World, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine.digest import digest
 from shardwise.engine.hooks import attach, check_methods
+from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime
 from shardwise.engine.stages import STAGES, Held
@@ -47,10 +50,13 @@ def assemble(
     threads = share_cores(world)
     _broadcast_buffers(world, model)
     scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
-    runtime = Runtime(world, STAGES[config.stage], EventLog(), scaler, Ledger())
+    ledger = Ledger()
+    offload = Offloading(config.offload, world, ledger)
+    runtime = Runtime(world, STAGES[config.stage], EventLog(), scaler, ledger, offload)
     runtime.threads = threads
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
+    offload.place(units, optimizer)
     reservations = [_reservation(unit) for unit in units]
     transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
     constructions = {
@@ -58,13 +64,14 @@ def assemble(
     }
     for unit, spec, vector in zip(units, specs, memory, strict=True):
         unit.allocate(vector, transport.overlay(unit.index, vector) if unit.can_overlay else None)
-        _fill_unit(unit, spec)
+        with offload.resident(unit, keeps_changes=True, is_new=True):
+            _fill_unit(unit, spec)
     for construction in constructions.values():
         construction.release()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:
-        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_closure, runtime.after_step)
+        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_closure, runtime.after_step, offload.take_over)
     runtime.start(units, transport, config.prefetch_bytes)
     attach(model, runtime, units, config.methods)
     return runtime, specs
@@ -110,6 +117,7 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
                 config.exchange_bytes,
                 config.transport,
                 config.prefetch_bytes,
+                dataclasses.replace(config.offload, path=None),
             )
         ),
         "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
@@ -192,7 +200,9 @@ def _make_unit(index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, c
 
 def _reservation(unit: Unit) -> Reservation:
     names = tuple(slot.name for slot in unit.layout.slots)
-    return Reservation(unit.index, unit.name, unit.reserved_numel, unit.dtypes.stored, unit.holds_alias, names)
+    return Reservation(
+        unit.index, unit.name, unit.reserved_numel, unit.dtypes.stored, unit.holds_alias, names, unit.shard_is_away
+    )
 
 
 def _fill_unit(unit: Unit, spec: UnitSpec) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import JoinedSink, JoinedSource, Transport, World
+from shardwise.engine.offload import Offloading
 from shardwise.engine.stages import Held, Stage
 from shardwise.observe import EventLog
 from shardwise.partition import Unit
@@ -40,6 +41,7 @@ class Gradients:
         stage: Stage,
         events: EventLog,
         ledger: Ledger,
+        offload: Offloading,
     ) -> None:
         self._units = {unit.index: unit for unit in units if unit.is_trainable}
         self._world = world
@@ -47,6 +49,10 @@ class Gradients:
         self._stage = stage
         self._events = events
         self._ledger = ledger
+        self._offload = offload
+        self._is_away = offload.grads_are_away
+        self._measures = False  # whether power sums are formed before gradients go down: from the first time they are asked for
+        self._sums: dict[int, list[torch.Tensor]] = {}  # of gradients that went down, by Unit and piece
         self._tier = Tier.HOST if world.device.type == "cpu" else Tier.DEVICE
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self._units}
         self._order = sorted(self._units, reverse=True)  # last Unit first, until a backward shows the true order
@@ -55,7 +61,7 @@ class Gradients:
         self._position = 0  # the next bucket
         self._completed: dict[int, None] = {}  # in order of completion
         self._launched: set[int] = set()
-        self._flying: deque[tuple[Ticket, str, int]] = deque()
+        self._flying: deque[tuple[Ticket, Sequence[Unit], int]] = deque()
         self._flags = {
             (unit.index, slot): position
             for position, (unit, slot) in enumerate(
@@ -112,7 +118,9 @@ class Gradients:
             self._launched.add(unit.index)
             self._events.emit("reduce", unit.name)
             sources.append(_LocalGrad(unit, arrived))
-            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, adds))
+            is_held = adds or any(piece.master.grad is not None for piece in unit.pieces)
+            ready = self._offload.lend_grad(unit, accumulates=is_held) if self._is_away else None
+            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, adds, ready))
             num_bytes += sum(_num_bytes(grad) for grad in arrived.values())
         lengths = [unit.layout.shard_numel for unit in bucket]
         first = bucket[0]
@@ -127,18 +135,32 @@ class Gradients:
         except BaseException:
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
             raise
-        self._flying.append((ticket, first.name, num_bytes))
+        self._flying.append((ticket, bucket, num_bytes))
 
     def _land(self) -> None:
         """Wait for the oldest reduction; the local gradients it held are gone then."""
-        ticket, name, num_bytes = self._flying.popleft()
+        ticket, bucket, num_bytes = self._flying.popleft()
         begin = time.perf_counter()
         try:
             ticket.wait()
+            if self._is_away:
+                for unit in bucket:
+                    self._send_down(unit)
         finally:
-            self._events.emit("reduced", name, since=begin)
-            self._events.emit_span("reduce", name, ticket.span, "exchange")
+            for unit in bucket if self._is_away else ():
+                self._offload.drop_grad(unit)
+            self._events.emit("reduced", bucket[0].name, since=begin)
+            self._events.emit_span("reduce", bucket[0].name, ticket.span, "exchange")
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+
+    def _send_down(self, unit: Unit) -> None:
+        """A reduced gradient leaves for its tier; what clipping will ask about it is found out on the way."""
+        if self._measures:
+            assert unit.grad is not None
+            self._sums[unit.index] = [_power_sum(unit.grad[p.piece.shard_start :][: p.piece.numel], 2.0) for p in unit.pieces]
+        else:
+            self._sums.pop(unit.index, None)
+        self._offload.evict_grad(unit)
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
@@ -161,6 +183,7 @@ class Gradients:
             self._launch([self._units[index]], adds=True)
         while self._flying:
             self._land()
+        self._offload.settle()
         for unit in self._units.values():
             self._hand_over(unit, used)
         self._reset()
@@ -196,6 +219,11 @@ class Gradients:
         if not slots:
             return
         self._held[unit.index] |= slots
+        if self._is_away:
+            for piece in unit.pieces:
+                if piece.piece.slot_index in slots and piece.master.grad is None:
+                    piece.master.grad = torch.zeros((), dtype=piece.master.dtype, device=unit.device).expand(piece.piece.numel)
+            return
         grad = unit.grad_memory()
         if self._stage.gathers_grads:
             own = unit.rank * unit.layout.shard_numel
@@ -240,24 +268,52 @@ class Gradients:
         Squares of fp32 values are exact in fp64 and their sum is good to about 1e-15, so the order of summation, and with it
         the partition, shows in the rounded result only by rare chance (`docs/numerics.md` says how rare).
         """
-        grads = [p.master.grad for unit in self._units.values() for p in unit.pieces if p.master.grad is not None]
         is_shared = self._stage.states is Held.SHARD
         total = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         if norm_type == float("inf"):
-            for grad in grads:
+            for _, grad in self._each_grad():
                 if grad.numel():
                     total = torch.maximum(total, grad.abs().amax().double().reshape(1))
             if is_shared:
                 total = self._transport.combine(total, dist.ReduceOp.MAX)
             return total.to(torch.float32).squeeze(0)
-        for grad in grads:
-            total += _power_sum(grad, norm_type)
+        for part in self._power_sums(norm_type):
+            total += part
         if is_shared:
             total = self._transport.combine(total, dist.ReduceOp.SUM)
         return total.pow(1.0 / norm_type).to(torch.float32).squeeze(0)
 
+    def _each_grad(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(flag, reduced gradient of a piece) of everything that has one, in order; what is away comes up Unit by Unit."""
+        for unit in self._units.values():
+            if any(p.master.grad is not None for p in unit.pieces):
+                with self._offload.resident_grad(unit) as whole:
+                    for p in unit.pieces:
+                        if p.master.grad is not None:
+                            start = p.piece.shard_start
+                            grad = p.master.grad if whole is None or not self._is_away else whole[start : start + p.piece.numel]
+                            yield self._flags[unit.index, p.piece.slot_index], grad
+
+    def _power_sums(self, power: float) -> Iterator[torch.Tensor]:
+        """Of every piece that has a gradient, in order."""
+        has_all = all(i in self._sums for i, unit in self._units.items() if any(p.master.grad is not None for p in unit.pieces))
+        if not (self._is_away and power == 2.0 and has_all and not self._offload.grad_factors):
+            self._measures = self._is_away
+            for _, grad in self._each_grad():
+                yield _power_sum(grad, power)
+            return
+        for index, unit in self._units.items():
+            for number, piece in enumerate(unit.pieces):
+                if piece.master.grad is not None:
+                    yield self._sums[index][number]
+
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every reduced gradient by one number."""
+        """Multiply every reduced gradient by one number; those that are away when they come up."""
+        if self._is_away:
+            for index, unit in self._units.items():
+                if any(piece.master.grad is not None for piece in unit.pieces):
+                    self._offload.grad_factors.setdefault(index, []).append(factor.item())
+            return
         for unit in self._units.values():
             for piece in unit.pieces:
                 if piece.master.grad is not None:
@@ -266,22 +322,18 @@ class Gradients:
     def non_finite(self) -> list[str]:
         """Names of parameters with an infinite or NaN gradient on any rank, the same list on every rank."""
         flags = torch.zeros(max(len(self._flags), 1), dtype=torch.uint8, device=self._world.device)
-        for unit in self._units.values():
-            for piece in unit.pieces:
-                grad = piece.master.grad
-                if grad is not None and not bool(torch.isfinite(grad).all()):
-                    flags[self._flags[unit.index, piece.piece.slot_index]] = 1
+        for flag, grad in self._each_grad():
+            if not bool(torch.isfinite(grad).all()):
+                flags[flag] = 1
         found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
         return [self._units[i].layout.slots[s].name for (i, s), position in self._flags.items() if found[position]]
 
     def is_finite(self) -> bool:
         """Whether every gradient on every rank is finite, by one small reduction."""
         bad = torch.zeros(1, dtype=torch.uint8, device=self._world.device)
-        for unit in self._units.values():
-            for piece in unit.pieces:
-                # In fp64 a sum of squares of fp32 values is finite exactly if all of them are.
-                if piece.master.grad is not None and not bool(torch.isfinite(_power_sum(piece.master.grad, 2.0))):
-                    bad[0] = 1
+        for part in self._power_sums(2.0):
+            if not bool(torch.isfinite(part)):  # in fp64 a sum of squares of fp32 values is finite exactly if all of them are
+                bad[0] = 1
         return not bool(self._transport.combine(bad, dist.ReduceOp.MAX).item())
 
     def holds(self, unit: Unit, slot: int) -> bool:
@@ -331,8 +383,10 @@ class _LocalGrad:
 class _GradShard:
     """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
 
-    def __init__(self, unit: Unit, divisor: float, adds: bool) -> None:
+    def __init__(self, unit: Unit, divisor: float, adds: bool, ready: Ticket | None) -> None:
+        """What was accumulated before is there when `ready` has ended."""
         grad = unit.grad_memory()
+        self._ready = ready
         self._layout = unit.layout
         self._own = unit.rank * unit.layout.shard_numel
         self._mine = grad[self._own - unit.span.start : self._own - unit.span.start + unit.layout.shard_numel]
@@ -348,6 +402,9 @@ class _GradShard:
         """Average, and keep or accumulate."""
         if self._divisor != 1.0:
             total.div_(self._divisor)
+        if self._ready is not None:
+            self._ready.wait()
+            self._ready = None
         stop = start + total.numel()
         target = self._mine[start:stop]
         if target.data_ptr() == total.data_ptr():

@@ -23,6 +23,7 @@ from torch import nn
 from shardwise.comm import Transport, World
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.nested import map_tensors, tensors_in
+from shardwise.engine.offload import Offloading
 from shardwise.engine.passage import Frame, Inside, Passage
 from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
@@ -78,6 +79,7 @@ class Runtime:
         events: EventLog,
         scaler: LossScaler | None,
         ledger: Ledger,
+        offload: Offloading,
     ) -> None:
         self.world = world
         self.transport: Transport
@@ -85,6 +87,7 @@ class Runtime:
         self.events = events
         self.scaler = scaler
         self.ledger = ledger
+        self.offload = offload
         self.units: Sequence[Unit] = ()
         self.gradients: Gradients
         self._nodes: list[torch.autograd.graph.Node] = []
@@ -112,10 +115,10 @@ class Runtime:
         self.units = units
         self.transport = transport
         sizes = {unit.index: unit.full_bytes for unit in units if not unit.is_always_full}
-        if sizes and transport.gathers_ahead and prefetch_bytes != 0:
+        if sizes and (transport.gathers_ahead or self.offload.params_are_away) and prefetch_bytes != 0:
             budget = max(sizes.values()) if prefetch_bytes is None else prefetch_bytes
             self.runner = Runner(sizes, budget, self._start_early, self._drop)
-        self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger)
+        self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger, self.offload)
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
         for unit in units:
@@ -267,7 +270,10 @@ class Runtime:
         begin = time.perf_counter()
         full = unit.begin_gather()
         try:
-            self._tickets[unit.index] = self.transport.gather(unit.index, unit.shard, full)
+            if unit.shard_is_away:
+                self._tickets[unit.index] = self.offload.gather(unit, full, self.transport)
+            else:
+                self._tickets[unit.index] = self.transport.gather(unit.index, unit.shard, full)
         except BaseException:
             unit.cancel_gather()
             raise
@@ -474,7 +480,8 @@ class Runtime:
         for unit in units:
             if unit.is_gathered and not unit.is_always_full:
                 raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")
-            unit.publish_master()
+            if self.offload.step is None:
+                unit.publish_master()
         self._fence()  # every rank's shards are new from here on
         if self.stage.gathers_after_step:
             begin = time.perf_counter()
@@ -524,7 +531,8 @@ class Runtime:
             for unit in units:
                 if unit.index not in versions:
                     continue  # the gather that failed, and those behind it
-                is_changed = unit.store_from_full()
+                with self.offload.resident(unit, keeps_changes=True):
+                    is_changed = unit.store_from_full()
                 if is_changed or versions[unit.index] != [param._version for param in unit.params]:
                     unit.changed()
                 unit.scopes -= 1
@@ -532,8 +540,21 @@ class Runtime:
                 self._free(unit)
             self.transport.fence()
 
-    def full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """A whole vector of something kept like the masters (values or gradients), in new memory unless it is whole here."""
+    def full_master(self, unit: Unit) -> torch.Tensor:
+        """All masters of a Unit, in new memory unless they are whole here."""
+        with self.offload.resident(unit, keeps_changes=False):
+            full = self._full_vector(unit, unit.master)
+            is_lent = (unit.shard_is_away or unit.master_is_away) and full is unit.master
+            return full.clone() if is_lent else full
+
+    def full_grad(self, unit: Unit) -> torch.Tensor:
+        """The whole reduced gradient of a Unit, in new memory unless it is whole here."""
+        with self.offload.resident_grad(unit) as grad:
+            assert grad is not None
+            full = self._full_vector(unit, grad)
+            return full.clone() if full is grad and self.offload.grads_are_away else full
+
+    def _full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         if shard.numel() == unit.layout.numel:
             return shard
         self._settle()
@@ -558,7 +579,8 @@ class Runtime:
                 and value.shape == handle.unit.layout.slots[handle.slot].shape
             ):
                 stride = handle.unit.layout.slots[handle.slot].stride
-                handle.unit.store(handle.slot, flat_values(value.to(handle.unit.device), stride))
+                with self.offload.resident(handle.unit, keeps_changes=True):
+                    handle.unit.store(handle.slot, flat_values(value.to(handle.unit.device), stride))
 
     def end_loading(self) -> None:
         """Write what was loaded back to the shards; graphs built before are out of date."""
@@ -570,7 +592,8 @@ class Runtime:
             self._loading = None
         for unit in self.units:
             if unit.is_always_full:
-                unit.store_from_full()
+                with self.offload.resident(unit, keeps_changes=True):
+                    unit.store_from_full()
             unit.changed()
         self.transport.fence()
 
@@ -582,7 +605,8 @@ class Runtime:
 
     def _close_window(self, unit: Unit) -> None:
         self.transport.fence()
-        unit.store_from_full()
+        with self.offload.resident(unit, keeps_changes=True):
+            unit.store_from_full()
         self.transport.fence()
         unit.scopes -= 1
         self._free(unit)

@@ -1,7 +1,7 @@
 """How is a shard updated?
 
 Public names: `check_optimizer`, `adopt_optimizer`, `make_pieces`, `num_moments`, `state_bytes`, `clone_optimizer`,
-`check_elementwise`, `LossScaler`.
+`check_elementwise`, `LossScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `long_states`.
 
 Invariants: the user's optimizer object rules (its groups' hyperparameters are read at every step); a parameter that no
 rank used is left alone, moments included; an optimizer that is not element-wise is refused before anything changes.
@@ -10,13 +10,18 @@ rank used is left alone, moments included; an optimizer that is not element-wise
 from shardwise.optim.adopt import adopt_optimizer, check_optimizer, make_pieces, num_moments, state_bytes
 from shardwise.optim.elementwise import check_elementwise, clone_optimizer
 from shardwise.optim.scaler import LossScaler
+from shardwise.optim.states import Region
+from shardwise.optim.streaming import StreamedStep, long_states
 
 __all__ = [
     "LossScaler",
+    "Region",
+    "StreamedStep",
     "adopt_optimizer",
     "check_elementwise",
     "check_optimizer",
     "clone_optimizer",
+    "long_states",
     "make_pieces",
     "num_moments",
     "state_bytes",

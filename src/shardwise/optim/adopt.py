@@ -40,10 +40,14 @@ def make_pieces(units: Sequence[Unit]) -> None:
     """Cut every trainable Unit's masters into one flat parameter per original parameter."""
     for unit in units:
         if unit.is_trainable:
-            unit.pieces = tuple(
-                UpdatePiece(piece, nn.Parameter(unit.master[piece.shard_start : piece.shard_start + piece.numel]))
-                for piece in _pieces_of_span(unit)
-            )
+            unit.pieces = tuple(UpdatePiece(piece, nn.Parameter(_master_of(unit, piece))) for piece in _pieces_of_span(unit))
+
+
+def _master_of(unit: Unit, piece: Piece) -> torch.Tensor:
+    """A piece's part of the masters, or something of its shape while those live elsewhere."""
+    if unit.master.numel() == 0:
+        return torch.full((), float("nan"), dtype=unit.dtypes.master, device=unit.device).expand(piece.numel)
+    return unit.master[piece.shard_start : piece.shard_start + piece.numel]
 
 
 def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
@@ -58,8 +62,9 @@ def adopt_optimizer(
     before_step: Callable[[bool], None],
     after_closure: Callable[[], None],
     after_step: Callable[[], None],
+    take_over: Callable[[torch.optim.Optimizer], Callable[[], None] | None],
 ) -> None:
-    """Swap parameters for pieces, in place, keeping each group's order."""
+    """Swap parameters for pieces, in place, keeping each group's order, and have every step announced."""
     pieces: dict[int, list[nn.Parameter]] = {}
     for unit in units:
         for update in unit.pieces:
@@ -70,10 +75,33 @@ def adopt_optimizer(
             optimizer.state[piece] = fresh_state(param, state, piece)
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
+    _listen(optimizer, before_step, after_closure, after_step, take_over(optimizer))
+
+
+def _listen(
+    optimizer: torch.optim.Optimizer,
+    before_step: Callable[[bool], None],
+    after_closure: Callable[[], None],
+    after_step: Callable[[], None],
+    stream: Callable[[], None] | None,
+) -> None:
+    """Be told of every step: before it, after its closure, after it. `stream`, if given, does the update instead of the body."""
+    whole: list[list[nn.Parameter]] = []
 
     def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         before_step(closure is not None)
+        if stream is not None:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                after_closure()
+            stream()
+            whole[:] = [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = []  # the body finds nothing left to do
+            return None if closure is None else ((args[0],), {**kwargs, "closure": lambda: loss})
         if closure is None:
             return None
 
@@ -85,6 +113,9 @@ def adopt_optimizer(
         return (args[0],), {**kwargs, "closure": followed}
 
     def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if stream is not None:
+            for group, params in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = params
         after_step()
 
     optimizer.register_step_pre_hook(pre)

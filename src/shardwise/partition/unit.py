@@ -88,6 +88,8 @@ class Unit:
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
         self.is_covered = not is_always_full and len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
         self.grad: torch.Tensor | None = None
+        self.shard_is_away = False  # the shard lives on another tier and is here only while lent
+        self.master_is_away = False  # the same for masters that are not the stored parameters themselves
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
         self._classes = [managed_classes(type(p)) for p in params]
@@ -133,13 +135,13 @@ class Unit:
     @property
     def can_overlay(self) -> bool:
         """Whether the full vector, which comes and goes, could be the ranks' shards themselves seen as one."""
-        return not self.is_always_full and self.dtypes.stored == self.dtypes.compute
+        return not self.is_always_full and not self.shard_is_away and self.dtypes.stored == self.dtypes.compute
 
     def allocate(self, memory: torch.Tensor, full: FullBuffer | None = None) -> None:
         """Take memory for shard, masters and (if it never goes away) the full vector.
 
-        `memory` has `reserved_numel` elements of the stored dtype, where the transport wants them; `full`, if given, is
-        a full vector that shows every rank's shard.
+        `memory` has `reserved_numel` elements of the stored dtype, where the transport wants them, or none if the shard lives
+        elsewhere; `full`, if given, is a full vector that shows every rank's shard.
         """
         self._full = full
         self._ledger.take(self._tier, Kind.PARAM, memory.numel() * memory.element_size())
@@ -160,6 +162,8 @@ class Unit:
             return self.shard
         if self.dtypes.master == self.dtypes.compute == self.dtypes.stored and self.is_always_full:
             return self.full
+        if self.master_is_away:
+            return torch.empty(0, dtype=self.dtypes.master, device=self.device)
         self._ledger.take(self._tier, Kind.MASTER, self.span.numel * self.dtypes.master.itemsize)
         return torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
 
@@ -212,7 +216,7 @@ class Unit:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether masters are memory of their own, beside the stored and the full parameters."""
+        """Whether masters are kept beside the stored and the full parameters."""
         return self.master is not self.shard and self.master is not self._full_tensor()
 
     def was_written_past_masters(self) -> bool:
@@ -234,14 +238,16 @@ class Unit:
 
     def publish_master(self) -> None:
         """After an optimizer step: round the masters into the stored shard (and, if it is whole, into the full)."""
-        if not self.has_own_master:
-            return
+        if self.has_own_master:
+            self.publish_part(0, self.master)
+
+    def publish_part(self, low: int, masters: torch.Tensor) -> None:
+        """The same for new masters of the span's elements from `low` on."""
         if self.span.numel == self.layout.shard_numel:
-            self.shard.copy_(self.master)
-        else:
-            self.full.copy_(self.master.to(self.dtypes.stored))
-            start = self.rank * self.layout.shard_numel
-            self.shard.copy_(self.master[start : start + self.layout.shard_numel])
+            self.shard[low : low + masters.numel()].copy_(masters)
+            return
+        self.full[low : low + masters.numel()].copy_(masters.to(self.dtypes.stored))
+        self._store_part(self.shard, self.rank * self.layout.shard_numel, low, masters)
 
     def _full_tensor(self) -> torch.Tensor | None:
         return None if self._full is None else self._full.tensor

@@ -1,0 +1,288 @@
+"""What of the model's states lives on disk, and how it comes up and goes down during a step.
+
+    forward, backward   fetch own shard into its place in the full vector -> exchange with the other ranks
+    reduce              a gradient shard is formed in a buffer -> measured -> evicted, while the next one is formed
+    step                `optim.StreamedStep`
+
+Built by assembly, called by the runtime and by `Gradients`. Every rank reads and writes its own shards only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from shardwise.comm import Transport, World, own_slice
+from shardwise.config import Offload
+from shardwise.errors import DiskError, MemoryBudgetError
+from shardwise.observe import format_bytes
+from shardwise.optim import Region, StreamedStep, long_states
+from shardwise.partition import Unit
+from shardwise.ticket import Deferred, Ticket
+from shardwise.tiers import ALIGNMENT, Buffer, Buffers, DiskFile, Kind, Ledger, Shelf, whole_quanta
+
+MAX_EVICTIONS = 2
+"""Gradient shards on their way to disk before the next reduction waits."""
+
+
+class Offloading:
+    """The shelves of one model, and the buffers everything passes through."""
+
+    def __init__(self, asked: Offload, world: World, ledger: Ledger) -> None:
+        self.asked = asked
+        self.world = world
+        self._ledger = ledger
+        self.buffers = Buffers(ledger)
+        self.disk: DiskFile | None = None
+        self.regions: list[Region] = []
+        self.step: StreamedStep | None = None
+        self.grad_factors: dict[int, list[float]] = {}
+        """What a Unit's gradient on disk is multiplied by when it comes up: clipping."""
+        self._region_of: dict[int, Region] = {}
+        self._evictions: deque[tuple[int, Ticket, Buffer]] = deque()
+        self._lent: dict[int, Buffer] = {}  # gradients being formed, by Unit
+        self._here: set[int] = set()  # Units whose shard or masters are in memory for a while
+        self._states: dict[str, torch.dtype] = {}
+
+    # -- set-up -----------------------------------------------------------------------------------------------
+
+    @property
+    def params_are_away(self) -> bool:
+        """Whether shards are on disk between their uses."""
+        return self.asked.params == "disk"
+
+    @property
+    def grads_are_away(self) -> bool:
+        """Whether reduced gradients are on disk between backward and step."""
+        return self.asked.grads == "disk"
+
+    def place(self, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
+        """Decide for every Unit what is on disk and reserve the space; an error on one rank is an error on all."""
+        by_dtypes: dict[tuple[object, ...], list[Unit]] = {}
+        for unit in units:
+            by_dtypes.setdefault((unit.dtypes, unit.is_trainable), []).append(unit)
+            unit.shard_is_away = self.params_are_away
+            unit.master_is_away = (
+                unit.is_trainable and self.asked.optimizer == "disk" and unit.dtypes.master != unit.dtypes.stored
+            )
+        self.regions = [Region(its_units) for its_units in by_dtypes.values()]
+        self._region_of = {unit.index: region for region in self.regions for unit in region.units}
+        if optimizer is not None and not self.asked.is_idle:
+            self._states = long_states(optimizer)
+        self._agree(self._reserve)
+
+    def _reserve(self) -> None:
+        if not self.asked.uses_disk:
+            return
+        self.disk = DiskFile(self.asked.path or tempfile.gettempdir(), checks=self.asked.checks)
+        wanted = [(region, *entry) for region in self.regions for entry in self._wanted(region)]
+        self.disk.require(sum(sum(map(whole_quanta, region.lengths.values())) * dtype.itemsize for region, _, _, dtype in wanted))
+        for region, name, kind, dtype in wanted:
+            shelf = Shelf(self.disk, kind, dtype, region.lengths, self._ledger)
+            if kind is Kind.MOMENT:
+                region.moments[name] = shelf
+            else:
+                setattr(region, name, shelf)
+
+    def _wanted(self, region: Region) -> Iterator[tuple[str, Kind, torch.dtype]]:
+        """(name, kind, dtype) of everything of a Region that goes to disk."""
+        if self.asked.params == "disk":
+            yield "param", Kind.PARAM, region.units[0].dtypes.stored
+        if not region.units[0].is_trainable:
+            return
+        if self.asked.grads == "disk":
+            yield "grad", Kind.GRAD, region.dtype
+        if self.asked.optimizer == "disk":
+            if region.has_own_masters:
+                yield "master", Kind.MASTER, region.dtype
+            for name, dtype in self._states.items():
+                yield name, Kind.MOMENT, torch.promote_types(dtype, region.dtype)
+
+    def _agree(self, attempt: Callable[[], None]) -> None:
+        problem: Exception | None = None
+        try:
+            attempt()
+        except (DiskError, MemoryBudgetError) as error:
+            problem = error
+        texts = self.world.gather_objects(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise DiskError(errno.EIO, f"rank {rank} cannot offload: {text}")
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> StreamedStep | None:
+        """Stream this optimizer's step, if anything it touches is on disk or the update is asked for in host memory."""
+        if self.asked.is_idle or (self.asked.optimizer == "device" and not self.asked.uses_disk):
+            return None
+        trainable = [region for region in self.regions if region.units[0].is_trainable]
+        step = StreamedStep(
+            optimizer, trainable, self.buffers, self._ledger, self.asked.step_bytes, self._states, self.grad_factors
+        )
+        if not self.asked.uses_disk and not step.is_native:
+            return None  # everything is in memory, and torch's own step is the way
+        self.step = step
+        return step
+
+    # -- parameters -------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit, full: torch.Tensor, transport: Transport) -> Ticket:
+        """Fetch this rank's shard from disk, straight into its place where that is possible, and exchange it."""
+        shelf = self._region_of[unit.index].param
+        assert shelf is not None
+        own = own_slice(self.world, full)
+        start = shelf.starts[unit.index]
+        num_bytes = own.numel() * own.element_size()
+        if own.dtype == shelf.dtype and own.data_ptr() % ALIGNMENT == 0 and num_bytes % ALIGNMENT == 0:
+            return transport.gather(unit.index, own, full, shelf.fetch(own, start))
+        buffer = self.buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
+        ready = shelf.fetch(buffer.raw, start)
+        shard = buffer.as_vector(shelf.dtype, own.numel())
+        return _Returning(transport.gather(unit.index, shard, full, ready), lambda: self.buffers.give(buffer))
+
+    @contextlib.contextmanager
+    def resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
+        """A Unit's shard and masters in memory for a while; changes go back to disk if they are to be kept."""
+        region = self._region_of.get(unit.index)
+        is_here = unit.index in self._here
+        if region is None or is_here or not (unit.shard_is_away or unit.master_is_away):
+            yield
+            return
+        shard, master = unit.shard, unit.master
+        self._here.add(unit.index)
+        try:
+            with contextlib.ExitStack() as stack:
+
+                def lend(shelf: Shelf) -> torch.Tensor:
+                    return stack.enter_context(shelf.lent(unit.index, self.buffers, keeps_changes=keeps_changes, is_new=is_new))
+
+                if region.param is not None:
+                    unit.shard = lend(region.param)
+                if region.master is not None:
+                    unit.master = lend(region.master)
+                elif not region.has_own_masters:
+                    unit.master = unit.shard
+                yield
+        finally:
+            unit.shard, unit.master = shard, master
+            self._here.discard(unit.index)
+
+    # -- gradients --------------------------------------------------------------------------------------------
+
+    def lend_grad(self, unit: Unit, *, accumulates: bool) -> Ticket | None:
+        """Memory for a Unit's reduced gradient, as `unit.grad`; what was accumulated before is on its way into it."""
+        shelf = self._region_of[unit.index].grad
+        assert shelf is not None
+        while len(self._evictions) >= MAX_EVICTIONS or any(index == unit.index for index, _, _ in self._evictions):
+            self._finish_eviction()
+        buffer = self.buffers.take(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
+        self._lent[unit.index] = buffer
+        grad = unit.grad = buffer.as_vector(shelf.dtype, unit.span.numel)
+        factors = self.grad_factors.pop(unit.index, [])
+        if not accumulates:
+            return None
+        fetched = shelf.fetch(buffer.raw, shelf.starts[unit.index])
+
+        def finish() -> None:
+            fetched.wait()
+            for factor in factors:
+                grad.mul_(factor)
+
+        return Deferred(finish)
+
+    def evict_grad(self, unit: Unit) -> None:
+        """The reduction has ended: send the gradient down."""
+        shelf = self._region_of[unit.index].grad
+        assert shelf is not None
+        buffer = self._lent.pop(unit.index)
+        unit.grad = None
+        self._evictions.append((unit.index, shelf.evict(buffer.raw, shelf.starts[unit.index]), buffer))
+
+    def drop_grad(self, unit: Unit) -> None:
+        """The reduction failed: keep what is on disk."""
+        if unit.index in self._lent:
+            self.buffers.give(self._lent.pop(unit.index))
+            unit.grad = None
+
+    def _finish_eviction(self) -> None:
+        _, ticket, buffer = self._evictions.popleft()
+        try:
+            ticket.wait()
+        finally:
+            self.buffers.give(buffer)
+
+    def settle(self) -> None:
+        """Return when every gradient is down."""
+        while self._evictions:
+            self._finish_eviction()
+
+    @contextlib.contextmanager
+    def resident_grad(self, unit: Unit) -> Iterator[torch.Tensor | None]:
+        """A Unit's reduced gradient in memory for a while, as it will be used: clipping included."""
+        region = self._region_of[unit.index]
+        if region.grad is None:
+            yield unit.grad
+            return
+        self.settle()
+        with region.grad.lent(unit.index, self.buffers, keeps_changes=False) as grad:
+            for factor in self.grad_factors.get(unit.index, ()):
+                grad.mul_(factor)
+            yield grad
+
+    # -- looking back -----------------------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """Lines for the report."""
+        if self.asked.is_idle:
+            return []
+        on_cpu = " (device and host are one memory here)" if self.world.device.type == "cpu" and "host" in self._places() else ""
+        lines = [f"offload: params {self.asked.params}, grads {self.asked.grads}, optimizer {self.asked.optimizer}{on_cpu}"]
+        if self.step is not None:
+            lines.append(f"streamed step: {'native Adam' if self.step.is_native else 'the optimizer itself'}, portion by portion")
+        if self.disk is not None:
+            direct = "direct" if self.disk.is_direct else "through the page cache"
+            lines.append(
+                f"disk: {format_bytes(self.disk.size)} in {os.fspath(self.disk.directory)}, {self.disk.engine.name} engine, "
+                f"{direct}; {format_bytes(self.disk.bytes_read)} read, {format_bytes(self.disk.bytes_written)} written"
+            )
+            if self.disk.note:
+                lines.append(f"note: {self.disk.note}")
+        return lines
+
+    def _places(self) -> tuple[str, ...]:
+        return (self.asked.params, self.asked.grads, self.asked.optimizer)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self.settle()
+        if self.disk is not None:
+            self.disk.close()
+
+
+class _Returning(Ticket):
+    """A gather whose buffer is given back when it has ended."""
+
+    def __init__(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._give_back: Callable[[], None] | None = give_back
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        return self._ticket.span
+
+    def is_done_within(self, patience_s: float) -> bool:
+        return self._ticket.is_done_within(patience_s)
+
+    def wait(self) -> None:
+        try:
+            self._ticket.wait()
+        finally:
+            if self._give_back is not None:
+                give_back, self._give_back = self._give_back, None
+                give_back()

@@ -1,0 +1,109 @@
+"""Where the states of a set of Units live, and how they are cut for streaming.
+
+A Region is a set of Units whose vectors have the same dtypes. Each kind of their states is either in memory, Unit by Unit, or on
+a Shelf. Element numbers are the same in all of a Region's shelves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwise.partition import Unit, UpdatePiece
+from shardwise.tiers import QUANTUM, Shelf, whole_quanta
+
+
+@dataclasses.dataclass
+class Region:
+    """Units of the same dtypes, and the shelves of what is on disk."""
+
+    units: Sequence[Unit]
+    param: Shelf | None = None
+    """Stored parameters; they are the masters too if those have no memory of their own."""
+    master: Shelf | None = None
+    grad: Shelf | None = None
+    moments: dict[str, Shelf] = dataclasses.field(default_factory=dict)
+    """Piece-long optimizer states by name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of masters, gradients and moments."""
+        return self.units[0].dtypes.master
+
+    @property
+    def has_own_masters(self) -> bool:
+        """Whether masters are kept beside the stored parameters."""
+        dtypes = self.units[0].dtypes
+        return self.units[0].is_trainable and dtypes.master != dtypes.stored
+
+    @property
+    def master_shelf(self) -> Shelf | None:
+        """Where masters are read from and written to."""
+        return self.master if self.has_own_masters else self.param
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Elements of each Unit on this rank."""
+        return {unit.index: unit.span.numel for unit in self.units}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Elements [low, high) of one Unit's span, from element `at` of a portion on."""
+
+    unit: Unit
+    low: int
+    high: int
+    at: int
+
+    def parts(self) -> Iterator[tuple[int, UpdatePiece, int, int]]:
+        """(number of the piece, the piece, first and last element in the span) for every piece that reaches in."""
+        for number, update in enumerate(self.unit.pieces):
+            start = update.piece.shard_start
+            low, high = max(start, self.low), min(start + update.piece.numel, self.high)
+            if low < high:
+                yield number, update, low, high
+
+
+@dataclasses.dataclass(frozen=True)
+class Portion:
+    """A range of a Region's elements that is fetched, updated and evicted at once."""
+
+    start: int
+    numel: int
+    runs: tuple[Run, ...]
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether any element of it will be updated."""
+        return any(update.master.grad is not None for run in self.runs for _, update, _, _ in run.parts())
+
+
+def cut(units: Sequence[Unit], most_numel: int) -> list[Portion]:
+    """Portions of at most `most_numel` elements (whole quanta), in order: large Units in parts, small ones together."""
+    limit = max(most_numel // QUANTUM, 1) * QUANTUM
+    found: list[Portion] = []
+    runs: list[Run] = []
+    start = filled = at = 0
+
+    def close() -> None:
+        nonlocal runs, start, filled
+        if runs:
+            found.append(Portion(start, filled, tuple(runs)))
+        runs, start, filled = [], start + filled, 0
+
+    for unit in units:
+        length = unit.span.numel
+        if filled and filled + whole_quanta(length) > limit:
+            close()
+        for low in range(0, length, limit):
+            high = min(low + limit, length)
+            runs.append(Run(unit, low, high, filled))
+            filled += whole_quanta(high - low)
+            if filled >= limit:
+                close()
+        at += whole_quanta(length)
+    close()
+    return found

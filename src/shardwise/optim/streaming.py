@@ -1,0 +1,283 @@
+"""The streamed step: fetch portion i + 1, update portion i, write portion i - 1 back, all at once.
+
+Stands in for the body of the user's `optimizer.step()`. Adam and AdamW use the native kernel; any other element-wise optimizer
+runs its own step on each portion, with the states it asked for. Hyperparameters are the groups' own at the time of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import DiskError, OptimizerError
+from shardwise.optim import adam
+from shardwise.optim.elementwise import clone_optimizer, fresh_state
+from shardwise.optim.states import Portion, Region, Run, cut
+from shardwise.partition import Unit, UpdatePiece
+from shardwise.ticket import Ticket
+from shardwise.tiers import Buffer, Buffers, Kind, Ledger, Shelf, Tier
+
+NUM_SETS = 3
+"""Sets of buffers: one is fetched into, one updated, one written back."""
+MEAN, SQUARE = "exp_avg", "exp_avg_sq"
+Key = tuple[int, int, int]
+"""Unit, piece and first element: what a part of a piece is known by from step to step."""
+
+
+def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
+    """Names and dtypes of the states that are as long as their parameter, found by a trial of two steps."""
+    param = nn.Parameter(torch.ones(7))
+    trial = clone_optimizer(optimizer, [[param]] + [[] for _ in optimizer.param_groups[1:]])
+    for _ in range(2):
+        param.grad = torch.ones(7)
+        trial.step()
+    state = trial.state.get(param, {})
+    return {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == param.shape}
+
+
+class _Set:
+    """Buffers for one portion of a Region, one per shelf it moves through."""
+
+    def __init__(self, buffers: Buffers, shelves: Sequence[Shelf], most_numel: int) -> None:
+        self.buffers: dict[int, Buffer] = {id(shelf): buffers.take(most_numel * shelf.dtype.itemsize) for shelf in shelves}
+        self.tickets: list[Ticket] = []
+
+    def vector(self, shelf: Shelf, numel: int) -> torch.Tensor:
+        return self.buffers[id(shelf)].as_vector(shelf.dtype, numel)
+
+    def wait(self) -> None:
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            ticket.wait()
+
+
+class StreamedStep:
+    """Updates every Region portion by portion."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        regions: Sequence[Region],
+        buffers: Buffers,
+        ledger: Ledger,
+        step_bytes: int,
+        states: dict[str, torch.dtype],
+        grad_factors: Mapping[int, Sequence[float]],
+    ) -> None:
+        """`states` are the optimizer's long states, as `long_states` found them.
+
+        `grad_factors` says what gradients that are fetched are multiplied by, by Unit.
+        """
+        self._optimizer = optimizer
+        self._regions = regions
+        self._buffers = buffers
+        self._ledger = ledger
+        self.states = states
+        self._portions = [cut(region.units, step_bytes // region.dtype.itemsize) for region in regions]
+        self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
+        self._group_of = {id(piece): number for number, group in enumerate(optimizer.param_groups) for piece in group["params"]}
+        self._small: dict[Key, dict[str, Any]] = {}  # states that are not as long as their piece; there once a part has any
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}  # long states in memory, by Unit
+        self._templates: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        for piece, state in list(optimizer.state.items()):  # made when the optimizer was built: one element is pattern enough
+            pattern = torch.zeros(1, dtype=piece.dtype)
+            self._templates[id(piece)] = (pattern, fresh_state(piece, state, pattern))
+            del optimizer.state[piece]
+        self._grad_factors = grad_factors
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of piece-long states in memory."""
+        return sum(t.numel() * t.element_size() for t in self._kept.values())
+
+    def __call__(self) -> None:
+        """One step."""
+        for region, portions in zip(self._regions, self._portions, strict=True):
+            active = [portion for portion in portions if portion.has_grads]
+            if active:
+                self._stream(region, active)
+
+    def _stream(self, region: Region, portions: Sequence[Portion]) -> None:
+        reads, writes = self._shelves(region)
+        most = max(portion.numel for portion in portions)
+        sets = [_Set(self._buffers, list({id(s): s for s in (*reads, *writes)}.values()), most) for _ in range(NUM_SETS)]
+        try:
+            for number in range(-1, len(portions)):
+                if number + 1 < len(portions):
+                    self._fetch(sets[(number + 1) % NUM_SETS], portions[number + 1], reads)
+                if number >= 0:
+                    held = sets[number % NUM_SETS]
+                    held.wait()
+                    self._update(region, portions[number], held)
+                    for shelf in writes:
+                        held.tickets.append(shelf.evict(held.vector(shelf, portions[number].numel), portions[number].start))
+            for held in sets:
+                held.wait()
+        finally:
+            for held in sets:  # also after an error: nothing may still be moving when the buffers are lent again
+                for ticket in held.tickets:
+                    with contextlib.suppress(DiskError):
+                        ticket.wait()
+                for buffer in held.buffers.values():
+                    self._buffers.give(buffer)
+
+    @staticmethod
+    def _shelves(region: Region) -> tuple[list[Shelf], list[Shelf]]:
+        """What is fetched before an update, and what is written after it."""
+        master = region.master_shelf
+        moments = list(region.moments.values())
+        reads = [shelf for shelf in (master, region.grad, *moments) if shelf is not None]
+        writes = [shelf for shelf in (master, *moments) if shelf is not None]
+        if region.has_own_masters and region.param is not None:
+            writes.append(region.param)
+        return reads, writes
+
+    def _fetch(self, held: _Set, portion: Portion, reads: Sequence[Shelf]) -> None:
+        held.wait()  # what was written from these buffers
+        held.tickets = [shelf.fetch(held.vector(shelf, portion.numel), portion.start) for shelf in reads]
+
+    # -- one portion ------------------------------------------------------------------------------------------
+
+    def _update(self, region: Region, portion: Portion, held: _Set) -> None:
+        parts = [
+            _Part(self, region, portion, held, run, number, update, low, high)
+            for run in portion.runs
+            for number, update, low, high in run.parts()
+            if update.master.grad is not None
+        ]
+        with torch.no_grad():
+            for part in parts:
+                for factor in self._grad_factors.get(part.unit.index, ()):
+                    part.grad.mul_(factor)
+            if self.is_native:
+                for part in parts:
+                    self._update_natively(part)
+            else:
+                self._update_by_torch(parts)
+            if region.has_own_masters and region.param is not None:
+                self._round(region, region.param, portion, held)
+                return
+            for part in parts:
+                if part.unit.has_own_master:
+                    part.unit.publish_part(part.low, part.master)
+
+    @staticmethod
+    def _round(region: Region, param: Shelf, portion: Portion, held: _Set) -> None:
+        """Stored parameters on disk from their masters: all of the portion, since all of it is written."""
+        stored = held.vector(param, portion.numel)
+        if region.master is not None:
+            stored.copy_(held.vector(region.master, portion.numel))
+            return
+        for run in portion.runs:
+            stored[run.at : run.at + run.high - run.low].copy_(run.unit.master[run.low : run.high])
+
+    def _update_natively(self, part: _Part) -> None:
+        group = self._optimizer.param_groups[self._group_of[id(part.update.master)]]
+        small = self._small.get(part.key)
+        mean, square = part.long(MEAN), part.long(SQUARE)
+        if small is None:
+            small = self._small[part.key] = {"step": 0}
+            mean.zero_()
+            square.zero_()
+        small["step"] += 1
+        adam.update(group, small["step"], part.master, mean, square, part.grad)
+
+    def _update_by_torch(self, parts: Sequence[_Part]) -> None:
+        """The optimizer's own step on parameters that are these parts, with their states."""
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        params = [nn.Parameter(part.master) for part in parts]
+        for group in groups:
+            group["params"] = []
+        for part, param in zip(parts, params, strict=True):
+            param.grad = part.grad
+            groups[self._group_of[id(part.update.master)]]["params"].append(param)
+            state = self._state_of(part, param)
+            if state:
+                optimizer.state[param] = state
+        try:
+            _body_of_step(optimizer)
+            for part, param in zip(parts, params, strict=True):
+                self._keep(part, param, optimizer.state.get(param, {}))
+        finally:
+            for group, its_params in zip(groups, whole, strict=True):
+                group["params"] = its_params
+            for param in params:
+                optimizer.state.pop(param, None)
+
+    def _state_of(self, part: _Part, param: nn.Parameter) -> dict[str, Any]:
+        small = self._small.get(part.key)
+        if small is not None:
+            return {**small, **{name: part.long(name) for name in self.states}}
+        template = self._templates.get(id(part.update.master))
+        return {} if template is None else fresh_state(*template, param)
+
+    def _keep(self, part: _Part, param: nn.Parameter, state: dict[str, Any]) -> None:
+        """Put the long states where they live; the others are small and stay."""
+        small = {}
+        for name, value in state.items():
+            if not (isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim()):
+                small[name] = value
+                continue
+            if name not in self.states:
+                raise OptimizerError(
+                    f"{type(self._optimizer).__name__} made a state {name!r} that a trial did not show, so there is no place for "
+                    "it outside memory. Use Offload(optimizer='device')."
+                )
+            place = part.long(name)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        self._small[part.key] = small
+
+    def kept(self, unit: Unit, name: str) -> torch.Tensor:
+        """A long state in memory, as long as the Unit's span."""
+        key = (unit.index, name)
+        if key not in self._kept:
+            self._kept[key] = torch.zeros(unit.span.numel, dtype=self.states[name], device=unit.device)
+            self._ledger.take(Tier.HOST, Kind.MOMENT, self._kept[key].numel() * self._kept[key].element_size())
+        return self._kept[key]
+
+
+class _Part:
+    """One piece's part of a portion: where its vectors are now."""
+
+    def __init__(
+        self,
+        step: StreamedStep,
+        region: Region,
+        portion: Portion,
+        held: _Set,
+        run: Run,
+        number: int,
+        update: UpdatePiece,
+        low: int,
+        high: int,
+    ) -> None:
+        self.unit, self.update, self.low = run.unit, update, low
+        self.key: Key = (run.unit.index, number, low)
+        self._step, self._region, self._span = step, region, slice(low, high)
+        self._held, self._numel = held, portion.numel
+        self._place = slice(run.at + low - run.low, run.at + high - run.low)
+        master, own = region.master_shelf, update.piece.shard_start
+        self.master = run.unit.master[self._span] if master is None else self._on(master)
+        assert update.master.grad is not None
+        self.grad = update.master.grad[low - own : high - own] if region.grad is None else self._on(region.grad)
+
+    def _on(self, shelf: Shelf) -> torch.Tensor:
+        return self._held.vector(shelf, self._numel)[self._place]
+
+    def long(self, name: str) -> torch.Tensor:
+        """A long state of this part, in a buffer or in memory."""
+        shelf = self._region.moments.get(name)
+        return self._on(shelf) if shelf is not None else self._step.kept(self.unit, name)[self._span]
+
+
+def _body_of_step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's own step without the hooks around it."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)

@@ -1,0 +1,246 @@
+"""The disk tier: one file per rank in which every vector has its range.
+
+The file has no name in its directory (or loses it at once), so the kernel gives its space back when the process ends, however it
+ends: no leftovers, and nothing to confuse with a neighbour's (`docs/decisions/0008-nameless-files.md`). Space is allocated when
+it is reserved: a disk that is too small says so before training starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from shardwise import native
+from shardwise.errors import DiskError
+from shardwise.observe import format_bytes, pause
+from shardwise.ticket import Ticket
+from shardwise.tiers.io import File, IoEngine, make_engine
+
+ALIGNMENT = 4096
+"""Of offsets, lengths and addresses, as direct input and output needs them."""
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs")
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_memory(num_bytes: int) -> torch.Tensor:
+    """Private memory that starts on a page and is whole pages, as bytes; pages appear as they are written."""
+    size = max(aligned(num_bytes), ALIGNMENT)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class DiskFile:
+    """One rank's file: ranges are reserved, then read and written in the background."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, checks: bool = False, engine: IoEngine | None = None) -> None:
+        self.directory = Path(directory)
+        descriptor, self.is_direct = _open_nameless(self.directory)
+        self.file = File(descriptor, f"the states' file in {self.directory}")
+        self.engine = engine or make_engine()
+        self.size = 0
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._checksums: dict[tuple[int, int], int] | None = {} if checks else None
+
+    # -- space ------------------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """What the file system can still give."""
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize
+
+    def require(self, num_bytes: int) -> None:
+        """Refuse now what would not fit later."""
+        if num_bytes > self.free_bytes:
+            raise DiskError(
+                errno.ENOSPC,
+                f"{self.directory} has {format_bytes(self.free_bytes)} free, {format_bytes(num_bytes)} more are needed for this "
+                "rank's states. Free space there, name another directory in Offload(path=...), or keep some states in memory.",
+            )
+
+    def reserve(self, num_bytes: int) -> int:
+        """Allocate a range of whole blocks and return its offset."""
+        length = aligned(num_bytes)
+        self.require(length)
+        offset = self.size
+        if length:
+            _allocate(self.file, offset, length)
+        self.size += length
+        return offset
+
+    # -- moving -----------------------------------------------------------------------------------------------
+
+    def read(self, memory: torch.Tensor, offset: int) -> Ticket:
+        """Start filling `memory` (whole blocks, aligned) from a range."""
+        pause("disk.read")
+        self.bytes_read += _num_bytes(memory)
+        ticket = self.engine.start(self.file, memory, offset, writes=False)
+        return ticket if self._checksums is None else _Checked(self, ticket, memory, offset)
+
+    def write(self, memory: torch.Tensor, offset: int) -> Ticket:
+        """Start writing `memory`, which must not change before the Ticket is waited for."""
+        pause("disk.write")
+        self.bytes_written += _num_bytes(memory)
+        if self._checksums is not None:
+            self._remember(memory, offset)
+        return self.engine.start(self.file, memory, offset, writes=True)
+
+    def _remember(self, memory: torch.Tensor, offset: int) -> None:
+        assert self._checksums is not None
+        length = _num_bytes(memory)
+        for key in [k for k in self._checksums if k[0] < offset + length and offset < k[0] + k[1]]:
+            del self._checksums[key]  # only ranges that are read as they were written are checked
+        self._checksums[offset, length] = checksum(memory)
+
+    def verify(self, memory: torch.Tensor, offset: int) -> None:
+        """Compare what was read with what was written there, if the same range was."""
+        assert self._checksums is not None
+        expected = self._checksums.get((offset, _num_bytes(memory)))
+        if expected is not None and checksum(memory) != expected:
+            raise DiskError(
+                errno.EIO,
+                f"{_num_bytes(memory)} bytes read at offset {offset} of {self.file.path} are not what was written there: the "
+                "disk or another process changed them. Start again from a checkpoint, on another disk.",
+            )
+
+    def flush(self) -> None:
+        """Return when everything is on the disk itself."""
+        self.engine.drain()
+        os.fdatasync(self.file.descriptor)
+
+    @property
+    def note(self) -> str:
+        """How fast it can be expected to be, where that needs a word."""
+        kind = file_system_of(self.directory)
+        if kind in _MEMORY_FILE_SYSTEMS:
+            return f"{kind}: this directory is in memory, so nothing is saved by it"
+        if kind in _NETWORK_FILE_SYSTEMS:
+            return f"{kind}: a network file system, slower than a local disk"
+        return "" if self.is_direct else f"{kind}: no direct access, so bytes go through the page cache"
+
+    def close(self) -> None:
+        """End the threads and give the space back."""
+        self.engine.close()
+        if self.file.descriptor >= 0:
+            os.close(self.file.descriptor)
+            self.file = File(-1, self.file.path)
+
+
+class _Checked(Ticket):
+    """A read whose bytes are compared with what was written."""
+
+    def __init__(self, disk: DiskFile, ticket: Ticket, memory: torch.Tensor, offset: int) -> None:
+        self._disk, self._ticket, self._memory, self._offset = disk, ticket, memory, offset
+        self._is_verified = False
+
+    def is_done_within(self, patience_s: float) -> bool:
+        return self._ticket.is_done_within(patience_s)
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        if not self._is_verified:
+            self._disk.verify(self._memory, self._offset)
+            self._is_verified = True
+
+
+def checksum(memory: torch.Tensor) -> int:
+    """A 64-bit checksum of a tensor's bytes."""
+    library = native.library()
+    if library is not None:
+        return int(library.sw_checksum(memory.data_ptr(), _num_bytes(memory)))
+    import zlib
+
+    return zlib.crc32((ctypes.c_char * _num_bytes(memory)).from_address(memory.data_ptr()))
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system a path is on, as the kernel calls it; empty if it does not say."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    return ""
+
+
+def _open_nameless(directory: Path) -> tuple[int, bool]:
+    """A file without a name, and whether it takes direct access."""
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise DiskError(errno.ENOTDIR, f"Offload(path={str(directory)!r}) {what}. Make it, or name another one.")
+    try:
+        descriptor = _open_anonymous(directory)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DiskError(
+                error.errno,
+                f"Offload(path={str(directory)!r}) cannot be written: {error.strerror}. Name a directory this user may write in.",
+            ) from None
+        raise DiskError(error.errno or errno.EIO, f"no file could be made in {directory}: {error.strerror}.") from None
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if _takes_direct(descriptor):
+            return descriptor, True
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return descriptor, False
+
+
+def _open_anonymous(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    descriptor, path = tempfile.mkstemp(prefix=".shardwise-", dir=directory)
+    os.unlink(path)
+    return descriptor
+
+
+def _takes_direct(descriptor: int) -> bool:
+    block = aligned_memory(ALIGNMENT)
+    view = memoryview((ctypes.c_char * ALIGNMENT).from_address(block.data_ptr())).cast("B")
+    try:
+        took = os.pwritev(descriptor, [view], 0) == ALIGNMENT == os.preadv(descriptor, [view], 0)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return True
+        took = False
+    return took
+
+
+def _allocate(file: File, offset: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    while libc.fallocate(file.descriptor, 0, offset, length) != 0:
+        error = ctypes.get_errno()
+        if error == errno.EINTR:
+            continue
+        if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # the size is set, space comes with the writes
+            os.ftruncate(file.descriptor, offset + length)
+            return
+        raise DiskError(
+            error,
+            f"allocating {format_bytes(length)} at offset {offset} of {file.path} failed: {os.strerror(error)}. Free space there "
+            "or name another directory in Offload(path=...).",
+        )
+
+
+def _num_bytes(memory: torch.Tensor) -> int:
+    return memory.numel() * memory.element_size()
