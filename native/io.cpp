@@ -136,9 +136,11 @@ class Engine {
         int64_t at = 0;
         for (auto &piece : block.pieces) {
           Request &request = *piece.request;
-          if (error != 0 && at + piece.length > moved && request.error == 0) {
+          const int64_t failed_at = block.offset + std::max(at, moved);
+          const bool is_first = request.error == 0 || failed_at < request.error_offset;
+          if (error != 0 && at + piece.length > moved && is_first) {
             request.error = error;
-            request.error_offset = block.offset + std::max(at, moved);
+            request.error_offset = failed_at;
             request.error_length = at + piece.length - std::max(at, moved);
           }
           request.left -= piece.length;

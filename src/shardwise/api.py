@@ -73,12 +73,15 @@ def shard(
 
 
 @contextlib.contextmanager
-def sharded_init(*, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu") -> Iterator[None]:
+def sharded_init(
+    *, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu", offload: Offload | str | None = None
+) -> Iterator[None]:
     """Build a model larger than memory: inside, every submodule is partitioned as soon as it is complete.
 
-    Seed every rank alike. Parameters are bit-identical to plain construction; call `shard` afterwards.
+    Seed every rank alike. Parameters are bit-identical to plain construction; call `shard` afterwards. With
+    `offload=Offload(params='disk')` shards go to disk at once, so that the model may be larger than the host's memory.
     """
-    with constructing(World.of(mesh, torch.device(device))):
+    with constructing(World.of(mesh, torch.device(device)), Offload.of(offload)):
         yield
 
 

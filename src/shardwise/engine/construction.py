@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -20,11 +21,12 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.comm import Transport, World, make_transport
+from shardwise.config import Offload
 from shardwise.engine.digest import digest
 from shardwise.engine.window import Window
 from shardwise.errors import ShardwiseError
 from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
-from shardwise.tiers import Ledger
+from shardwise.tiers import Buffers, DiskFile, Kind, Ledger, Shelf
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
@@ -35,7 +37,7 @@ class Construction:
 
     allows_optimizer = True
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, offload: Offload) -> None:
         self.world = world
         self.transport: Transport = make_transport("auto", world, (), _EXCHANGE_BYTES, _TIMEOUT_S)[0]
         self.ledger = Ledger()
@@ -45,6 +47,9 @@ class Construction:
         self._is_open = True
         self._num_units = 0
         self._read: tuple[Unit, torch.Tensor] | None = None
+        self._disk = DiskFile(offload.path or tempfile.gettempdir(), checks=offload.checks) if offload.params == "disk" else None
+        self._shelves: dict[int, Shelf] = {}  # by Unit, if shards go to disk
+        self._buffers = Buffers(self.ledger)
 
     # -- registration hooks -----------------------------------------------------------------------------------
 
@@ -94,22 +99,43 @@ class Construction:
             updates_full=False,
         )
         self._num_units += 1
-        unit.allocate(torch.zeros(layout.shard_numel, dtype=dtype, device=unit.device))
+        if self._disk is not None:
+            unit.shard_is_away = True
+            self._shelves[unit.index] = Shelf(self._disk, Kind.PARAM, dtype, {unit.index: layout.shard_numel}, self.ledger)
+        unit.allocate(torch.zeros(0 if unit.shard_is_away else layout.shard_numel, dtype=dtype, device=unit.device))
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
-        for slot, value in enumerate(values):
-            unit.store(slot, value)
+        with self._resident(unit, keeps_changes=True, is_new=True):
+            for slot, value in enumerate(values):
+                unit.store(slot, value)
         self.digests[unit] = [digest(value) for value in values]
         unit.adopt()
+
+    @contextlib.contextmanager
+    def _resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
+        """A Unit's shard in memory, wherever it lives."""
+        if unit.index not in self._shelves:
+            yield
+            return
+        away = unit.shard
+        shelf = self._shelves[unit.index]
+        with shelf.lent(unit.index, self._buffers, keeps_changes=keeps_changes, is_new=is_new) as shard:
+            unit.shard = unit.master = shard
+            try:
+                yield
+            finally:
+                unit.shard = unit.master = away
 
     # -- touches ----------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
         """Make a Unit's parameters usable."""
-        self.transport.gather(unit.index, unit.shard, unit.begin_gather()).wait()
+        with self._resident(unit, keeps_changes=False):
+            self.transport.gather(unit.index, unit.shard, unit.begin_gather()).wait()
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
-        unit.store_from_full()
+        with self._resident(unit, keeps_changes=True):
+            unit.store_from_full()
         self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
 
@@ -117,6 +143,8 @@ class Construction:
         """A model has been taken over: keep no vector and no thread for it."""
         self._read = None
         self.transport.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def finish(self) -> None:
         """Partition what no parent registered (the model itself), and accept no more touches."""
@@ -144,7 +172,8 @@ class Construction:
         if self._read is None or self._read[0] is not unit:
             self._read = None  # given up before the next one is taken
             full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.device)
-            self.transport.gather(unit.index, unit.shard, full).wait()
+            with self._resident(unit, keeps_changes=False):
+                self.transport.gather(unit.index, unit.shard, full).wait()
             self._read = (unit, full)
         place = unit.layout.slots[slot]
         return self._read[1][place.offset : place.end]
@@ -164,9 +193,9 @@ class Construction:
 
 
 @contextlib.contextmanager
-def constructing(world: World) -> Iterator[Construction]:
+def constructing(world: World, offload: Offload) -> Iterator[Construction]:
     """Partition every module that is built inside the context."""
-    construction = Construction(world)
+    construction = Construction(world, offload)
     handles = [
         register_module_parameter_registration_hook(construction.on_parameter),
         register_module_module_registration_hook(construction.on_module),

@@ -203,7 +203,7 @@ class _PythonRequest(_Request):
 
     def finish_block(self, error: int, offset: int, length: int) -> None:
         """One block is done; called under the engine's lock."""
-        if error and not self._outcome[0]:
+        if error and (not self._outcome[0] or offset < self._outcome[1]):
             self._outcome = (error, offset, length)
         self._left -= 1
         if not self._left:
