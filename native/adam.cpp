@@ -9,6 +9,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -238,15 +239,19 @@ int sw_adam_width(int most) { return choose(most); }
 
 void sw_adam(const Arrays *arrays, const Settings *settings, int64_t numel, int num_threads, int most_width) {
   const int width = choose(most_width);
-  constexpr int64_t kLeast = 1 << 15;  // elements that are worth a thread
-  const int64_t parts = std::min<int64_t>(num_threads, numel / kLeast + 1);
-  const int64_t share = (numel / parts + 63) / 64 * 64;
+  // Threads take the next part when they are done with one: a core that is busy with something else delays no one.
+  constexpr int64_t kPart = 1 << 16;
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    for (int64_t begin; (begin = next.fetch_add(kPart)) < numel;) {
+      update(*arrays, *settings, begin, std::min(begin + kPart, numel), width);
+    }
+  };
   std::vector<std::thread> threads;
-  for (int64_t part = 1; part < parts; ++part) {
-    const int64_t begin = std::min(part * share, numel), end = part == parts - 1 ? numel : std::min(begin + share, numel);
-    threads.emplace_back([=] { update(*arrays, *settings, begin, end, width); });
+  for (int64_t number = 1; number < std::min<int64_t>(num_threads, (numel + kPart - 1) / kPart); ++number) {
+    threads.emplace_back(work);
   }
-  update(*arrays, *settings, 0, parts == 1 ? numel : std::min(share, numel), width);
+  work();
   for (auto &thread : threads) thread.join();
 }
 }
