@@ -4,8 +4,9 @@
 
 Prints, for the two phases of a step (forward and backward; optimizer), the time, the time of the computation alone, the bytes
 moved and the time fio would need for them, and the peak memory of each rank from construction on (private and shared pages, page
-cache excluded). Batch 1, sequence 128, checkpointed activations, fp32. The computation alone of the optimizer is the native Adam on
-a part of the states, scaled up; that of forward and backward is the plain model in memory, if it fits (`--no-alone` leaves it out).
+cache excluded). Batch 1, sequence 128, checkpointed activations, fp32. The computation alone of the optimizer is the native Adam
+on a part of the states, scaled up; that of forward and backward is the plain model in memory, if it fits (`--no-alone` leaves it
+out).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import fio
 from ranks import free_port, rank_environment
@@ -55,7 +57,9 @@ def main() -> None:
     print(f"{args.shape}, {args.place} on disk, {args.ranks} ranks, sequence {SEQUENCE}; medians of {args.steps} steps")
     print(f"fio: read {rates['read'] / 1e9:.2f}, write {rates['write'] / 1e9:.2f}, both {rates['both'] / 1e9:.2f} GB/s")
     print(f"losses {', '.join(f'{loss:.3f}' for loss in ranks[0]['losses'])}\n")
-    print("| phase | step s | computation alone s | read GB | written GB | at fio's bandwidth s | x larger of both | GB/s / fio |")
+    print(
+        "| phase | step s | computation alone s | read GB | written GB | at fio's bandwidth s | x larger of both | GB/s / fio |"
+    )
     print("|---" * 8 + "|")
     total = bound = 0.0
     for phase in ("forward and backward", "optimizer"):
@@ -67,7 +71,8 @@ def main() -> None:
         share = f"{(read + written) / taken / rates['both']:.2f}"
         limit = max(compute, moving)
         print(
-            f"| {phase} | {taken:.2f} | {shown} | {read / 1e9:.2f} | {written / 1e9:.2f} | {moving:.2f} | {taken / limit:.2f} | {share} |"
+            f"| {phase} | {taken:.2f} | {shown} | {read / 1e9:.2f} | {written / 1e9:.2f} | {moving:.2f} | "
+            f"{taken / limit:.2f} | {share} |"
         )
         total, bound = total + taken, bound + limit
     print(f"| step | {total:.2f} | | | | | {total / bound:.2f} | |\n")
@@ -100,7 +105,7 @@ def launch(worker: str, args: argparse.Namespace, ranks: int, directory: Path) -
     return [json.loads(out.read_text()) for out in outs]
 
 
-def build(args: argparse.Namespace):  # noqa: ANN201
+def build(args: argparse.Namespace) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     from shardwise.testing.models import GPT, GPTConfig

@@ -33,9 +33,7 @@ torch.manual_seed(0)
 with MemorySampler() as memory:
     begin = time.perf_counter()
     with sw.sharded_init(offload=offload):
-        model = GPT(
-            GPTConfig(vocabulary=args.vocabulary, context=1024, layers=args.layers, heads=args.heads, hidden=args.hidden)
-        )
+        model = GPT(GPTConfig(vocabulary=args.vocabulary, context=1024, layers=args.layers, heads=args.heads, hidden=args.hidden))
     for block in model.blocks:  # keep only what goes in and out of a block, compute the rest again in backward
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # fused: shardwise's own kernel updates

@@ -1,16 +1,36 @@
-"""States on host and disk: the same bits as in memory, at every stage, wherever they live."""
+"""States on host and disk: the same bits as in memory, at every stage, wherever they live; and nothing is lost or left behind."""
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import shardwise as sw
-from cases import parity
-from shardwise.testing import ParityReport, RankPool
+from cases import CASES, build, parity
+from shardwise import native
+from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
+from shardwise.observe import delays
+from shardwise.testing import ParityReport, RankPool, compare_with_plain
+from shardwise.testing.models import GPT, GPTConfig
+from shardwise.tiers import Kind, Tier
+from shardwise.tiers import disk as disk_module
+from shardwise.tiers.io import make_engine
 
 TIERS = ("device", "host", "disk")
+EVERYTHING = {"params": "disk", "grads": "disk", "optimizer": "disk"}
+STEP_BYTES = 1 << 16
 
 
 def placements(stage: int) -> list[dict[str, str]]:
@@ -23,23 +43,355 @@ def placements(stage: int) -> list[dict[str, str]]:
     ]
 
 
-def some(stage: int, places: list[dict[str, str]], name: str = "gpt", steps: int = 3, **options: Any) -> dict[str, ParityReport]:
-    """Runs on a rank: parity for several placements, with and without accumulation and clipping."""
+MANNERS = [(1, None), (4, None), (1, 0.05), (4, 0.05)]
+"""Accumulation and clipping."""
+
+
+def some(
+    stage: int, jobs: list[tuple[dict[str, str], int, float | None]], name: str = "gpt", steps: int = 3, **options: Any
+) -> dict[str, ParityReport]:
+    """Runs on a rank: parity for several placements and manners."""
     found = {}
-    for place in places:
-        for accumulate in (1, 4):
-            for max_norm in (None, 0.05):
-                offload = sw.Offload(**place, step_bytes=1 << 16)
-                key = f"{name} stage {stage} {place} accumulate {accumulate} clip {max_norm}"
-                found[key] = parity(
-                    name, stage=stage, steps=steps, accumulate=accumulate, max_norm=max_norm, offload=offload, **options
-                )
+    for place, accumulate, max_norm in jobs:
+        offload = sw.Offload(**place, step_bytes=STEP_BYTES)
+        key = f"{name} stage {stage} {place} accumulate {accumulate} clip {max_norm}"
+        found[key] = parity(name, stage=stage, steps=steps, accumulate=accumulate, max_norm=max_norm, offload=offload, **options)
     return found
+
+
+def assert_bitwise(answers: list[dict[str, ParityReport]], count: int) -> None:
+    for rank, reports in enumerate(answers):
+        assert len(reports) == count
+        for what, report in reports.items():
+            assert report.is_bitwise, f"{what} rank {rank}: {report}"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_placement_gives_the_bits_of_plain_training(pool: RankPool, stage: int) -> None:
-    for rank, reports in enumerate(pool.run(some, stage, placements(stage))):
-        assert len(reports) == 4 * len(placements(stage))
-        for what, report in reports.items():
-            assert report.is_bitwise, f"{what} rank {rank}: {report}"
+    """Each placement once here, the manners in turn; the whole grid is among the slow tests."""
+    jobs = [(place, *MANNERS[(7 * number + stage) % 4]) for number, place in enumerate(placements(stage))]
+    assert_bitwise(pool.run(some, stage, jobs), len(jobs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_placement_with_every_manner(pool: RankPool, stage: int) -> None:
+    places = placements(stage) if stage else [{"optimizer": tier} for tier in TIERS]
+    jobs = [(place, *manner) for place in places for manner in MANNERS]
+    assert_bitwise(pool.run(some, stage, jobs, timeout_s=600), len(jobs))
+
+
+@pytest.mark.parametrize("name", ["paged", "mlp", "frozen", "branchy", "lstm"])
+def test_other_models_from_disk(pool: RankPool, name: str) -> None:
+    assert_bitwise(pool.run(some, 3, [(EVERYTHING, 4, 0.05), ({"optimizer": "disk"}, 1, None)], name), 2)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rmsprop", "lion", "groups"])
+def test_any_elementwise_optimizer_streams(pool: RankPool, optimizer: str) -> None:
+    for stage, place in ((3, EVERYTHING), (1, {"optimizer": "disk"}), (2, {"grads": "disk"})):
+        assert_bitwise(pool.run(some, stage, [(place, 1, 0.1)], optimizer=optimizer, steps=4), 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_from_disk(pool: RankPool, precision: str) -> None:
+    jobs = [(place, 2, 0.05) for place in (EVERYTHING, {"params": "disk"}, {"optimizer": "disk"}, {"grads": "disk"})]
+    assert_bitwise(pool.run(some, 3, jobs, precision=precision), 4)
+    assert_bitwise(pool.run(some, 1, [({"optimizer": "disk"}, 1, None)], precision=precision), 1)
+
+
+@pytest.mark.parametrize("transport", ["pairwise", "reference"])
+def test_other_transports_from_disk(pool: RankPool, transport: str) -> None:
+    assert_bitwise(pool.run(some, 3, [(EVERYTHING, 2, 0.05)], transport=transport), 1)
+
+
+def delayed(steps: int) -> ParityReport:
+    """Every edge is late by chance, and so is every block on the disk."""
+    slow = disk_module.make_engine
+    disk_module.make_engine = lambda: make_engine(num_threads=3, block_bytes=8192, delay_us=3000)  # type: ignore[assignment]
+    try:
+        chance = random.Random(7 + dist.get_rank())
+        with delays(lambda edge: time.sleep(chance.uniform(0, 0.002))):
+            return parity(
+                "gpt", stage=3, steps=steps, accumulate=2, max_norm=0.05, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES)
+            )
+    finally:
+        disk_module.make_engine = slow
+
+
+def test_delays_in_reads_and_writes_change_nothing(pool: RankPool) -> None:
+    for report in pool.run(delayed, 4):
+        assert report.is_bitwise, str(report)
+
+
+# -- the native Adam ------------------------------------------------------------------------------------------
+
+
+def final_parameters(stage: int, place: dict[str, str], steps: int = 4) -> dict[str, torch.Tensor]:
+    run, model, opt, _, _ = build("gpt", "fused", stage=stage, offload=sw.Offload(**place, step_bytes=STEP_BYTES))
+    assert run._runtime.offload.step.is_native
+    for step in range(steps):
+        CASES["gpt"].loss(model, step).backward()
+        run.clip_grad_norm_(0.5)
+        opt.step()
+        opt.zero_grad()
+    found = run.full_state_dict(rank0_only=False)
+    run.close()
+    return found
+
+
+@pytest.mark.skipif(native.library() is None, reason="built without a C++ compiler")
+def test_the_native_adam_gives_the_same_bits_wherever_states_live(pool: RankPool) -> None:
+    jobs = [(1, {"optimizer": "host"}), (1, {"optimizer": "disk"}), (2, {"optimizer": "host", "grads": "disk"})]
+    jobs += [(3, {"optimizer": "host"}), (3, EVERYTHING), (3, {"params": "disk", "optimizer": "host"})]
+    first = pool.run(final_parameters, *jobs[0])
+    for job in jobs[1:]:
+        for expected, found in zip(first, pool.run(final_parameters, *job), strict=True):
+            assert all(torch.equal(expected[name], found[name]) for name in expected), job
+
+
+@pytest.mark.skipif(native.library() is None, reason="built without a C++ compiler")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_native_adam_stays_within_its_bound_of_torch(pool: RankPool, stage: int) -> None:
+    """docs/numerics.md."""
+    offload = sw.Offload(optimizer="host")
+    for report in pool.run(parity, "gpt", optimizer="fused", stage=stage, steps=10, offload=offload):
+        assert report.compared_elements > 0
+        assert report.largest <= 1e-5, str(report)
+
+
+# -- around the step ------------------------------------------------------------------------------------------
+
+
+def reading_and_writing() -> dict[str, Any]:
+    """What users do outside the loop, with everything on disk: gathered contexts, state dicts, evaluation, closures."""
+    run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    found: dict[str, Any] = {}
+    with run.gathered(model.blocks[1]), torch.no_grad():
+        model.blocks[1].up.weight.mul_(2.0)
+    with torch.no_grad():
+        plain.blocks[1].up.weight.mul_(2.0)
+    found["after gathered"] = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=2).is_bitwise
+    state = run.full_state_dict(rank0_only=False)
+    with torch.no_grad():
+        found["evaluation"] = torch.equal(CASES["gpt"].loss(model, 5), CASES["gpt"].loss(plain, 5))
+    model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    again = run.full_state_dict(rank0_only=False)
+    found["loaded"] = all(torch.equal(again[name], state[name] * 0.5) for name in state)
+
+    def closure() -> torch.Tensor:
+        opt.zero_grad()
+        loss = CASES["gpt"].loss(model, 3)
+        loss.backward()
+        return loss
+
+    before = run.full_state_dict(rank0_only=False)["blocks.0.up.weight"].clone()
+    found["closure's loss"] = bool(torch.isfinite(opt.step(closure)))
+    found["closure's step"] = not torch.equal(before, run.full_state_dict(rank0_only=False)["blocks.0.up.weight"])
+    found["pieces kept"] = all(len(group["params"]) > 0 for group in opt.param_groups)
+    run.close()
+    return found
+
+
+def test_everything_around_the_step_works_from_disk(pool: RankPool) -> None:
+    for found in pool.run(reading_and_writing):
+        assert all(found.values()), found
+
+
+def clipped_without_a_step() -> bool:
+    """A clip that no step followed must not reach the next gradients."""
+    run, model, opt, plain, plain_opt = build("gpt", "sgd", stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    CASES["gpt"].loss(model, 9).backward()
+    run.clip_grad_norm_(1e-3)
+    opt.zero_grad()
+    is_bitwise = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=2).is_bitwise
+    run.close()
+    return is_bitwise
+
+
+def test_a_clip_without_a_step_leaves_no_trace(pool: RankPool) -> None:
+    assert all(pool.run(clipped_without_a_step))
+
+
+def built_on_disk() -> tuple[bool, int, int]:
+    torch.manual_seed(0)
+    expected = {name: value.clone() for name, value in CASES["paged"].build().state_dict().items()}
+    torch.manual_seed(0)
+    offload = sw.Offload(**EVERYTHING)
+    with sw.sharded_init(offload=offload):
+        model = CASES["paged"].build()
+    run = sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3, offload=offload)
+    found = run.full_state_dict(rank0_only=False)
+    in_memory = run.ledger.now(Tier.HOST, Kind.PARAM)
+    on_disk = run.ledger.now(Tier.DISK, Kind.PARAM)
+    run.close()
+    return all(torch.equal(found[name], expected[name]) for name in expected), in_memory, on_disk
+
+
+def test_a_model_built_on_disk_has_the_bits_of_plain_construction(pool: RankPool) -> None:
+    for is_equal, in_memory, on_disk in pool.run(built_on_disk):
+        assert is_equal and in_memory == 0 and on_disk > 0
+
+
+def bytes_read() -> tuple[int, int]:
+    run, model, opt, _, _ = build("paged", "adamw", stage=3, offload=sw.Offload(params="disk"), prefetch_bytes=0)
+    disk = run._runtime.offload.disk
+    before = disk.bytes_read
+    with torch.no_grad():
+        CASES["paged"].loss(model, 0)
+    found = disk.bytes_read - before
+    stored = sum(unit.layout.shard_numel * 4 for unit in run._runtime.units)
+    run.close()
+    return found, stored
+
+
+def test_every_rank_reads_its_own_slice_only(pool: RankPool) -> None:
+    for found, stored in pool.run(bytes_read):
+        assert stored <= found < 1.1 * stored, "each shard once, whole blocks"
+
+
+# -- bad input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"params": "dsk"}, "did you mean 'disk'"),
+        ({"step_bytes": 10}, "step_bytes=10"),
+        ({"host_bytes": 0}, "host_bytes=0"),
+        ({"path": 7}, "must be a directory"),
+    ],
+)
+def test_an_offload_that_makes_no_sense_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        sw.Offload(**options)
+
+
+def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = GPT(GPTConfig(vocabulary=67, context=16, layers=2, heads=2, hidden=24))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "text"),
+    [
+        (2, sw.Offload(params="disk"), "Use stage=3"),
+        (0, sw.Offload(grads="disk"), "Use stage 1, 2 or 3"),
+        (3, "tape", "is not a tier"),
+        (3, 5, "must be a shardwise.Offload"),
+    ],
+)
+def test_a_placement_that_makes_no_sense_is_refused(stage: int, offload: Any, text: str) -> None:
+    model, optimizer = small()
+    with pytest.raises(ConfigError, match=text):
+        sw.shard(model, optimizer, stage=stage, offload=offload)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"path": "/nowhere/at/all"}, DiskError, "does not exist"),
+        ({"path": "/proc/self"}, DiskError, "/proc/self"),
+        ({"host_bytes": 1000}, MemoryBudgetError, r"\d+ bytes are needed.*largest Unit, 'blocks"),
+        ({"host_bytes": 1 << 60}, MemoryBudgetError, "more than this machine's memory"),
+    ],
+)
+def test_a_place_that_cannot_hold_it_is_refused_and_nothing_is_changed(options: dict[str, Any], kind: Any, text: str) -> None:
+    model, optimizer = small()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(kind, match=text):
+        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**{**EVERYTHING, **options}))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    optimizer.step()
+
+
+def test_one_ranks_missing_directory_is_an_error_on_all(pool: RankPool) -> None:
+    for rank, text in enumerate(pool.run(missing_on_rank_1)):
+        assert "does not exist" in text and ("rank 1" in text) == (rank == 0)
+
+
+def missing_on_rank_1() -> str:
+    model, optimizer = small()
+    path = "/nowhere/at/all" if dist.get_rank() == 1 else None
+    try:
+        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=path))
+    except DiskError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_file_truncated_underneath_fails_the_step_with_its_place(tmp_path: Path) -> None:
+    model, optimizer = small()
+    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
+    disk = run._runtime.offload.disk
+    assert disk is not None
+    os.truncate(f"/proc/self/fd/{disk.file.descriptor}", 4096)
+    with pytest.raises(DiskError, match="truncated") as caught:
+        model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+    assert str(tmp_path) in str(caught.value) and "offset" in str(caught.value)
+
+
+def test_a_budget_that_suffices_is_kept(tmp_path: Path) -> None:
+    model, optimizer = small()
+    budget = 64 << 20
+    offload = sw.Offload(**EVERYTHING, path=tmp_path, host_bytes=budget, step_bytes=STEP_BYTES)
+    run = sw.shard(model, optimizer, stage=3, offload=offload, exchange_bytes=1 << 20)
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    for _ in range(2):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < run.ledger.peak(Tier.HOST) <= budget
+    report = run.report()
+    assert "offload: params disk, grads disk, optimizer disk" in report and "disk: " in report
+    run.close()
+
+
+VICTIM = """
+import sys, torch, shardwise as sw
+from shardwise.testing.models import GPT, GPTConfig
+torch.manual_seed(0)
+model = GPT(GPTConfig(vocabulary=500, context=16, layers=4, heads=2, hidden=64))
+optimizer = torch.optim.AdamW(model.parameters())
+run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(params="disk", grads="disk", optimizer="disk", path=sys.argv[1]))
+tokens = torch.arange(10).view(1, 10)
+for step in range(int(sys.argv[2])):
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item(), flush=True)
+"""
+
+
+def start(path: Path, steps: int) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(VICTIM), str(path), str(steps)], stdout=subprocess.PIPE, text=True, env=env
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_was_killed_leaves_nothing_and_disturbs_nobody(tmp_path: Path, how: signal.Signals) -> None:
+    alone = start(tmp_path, 3)
+    expected, _ = alone.communicate(timeout=120)
+    victim, neighbour = start(tmp_path, 100_000), start(tmp_path, 3)
+    try:
+        assert victim.stdout is not None
+        assert victim.stdout.readline().startswith("0 ")
+        time.sleep(0.05)  # in the middle of some step
+        victim.send_signal(how)
+        victim.wait(timeout=60)
+        assert victim.returncode == -how
+        seen, _ = neighbour.communicate(timeout=120)
+        assert seen == expected, "the live neighbour trained as if alone"
+        assert os.listdir(tmp_path) == []
+        after, _ = start(tmp_path, 3).communicate(timeout=120)
+        assert after == expected, "a new run on the same path is unaffected"
+    finally:
+        for process in (victim, neighbour):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

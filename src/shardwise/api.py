@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
-from shardwise.engine import BUCKET_BYTES, MAX_IN_FLIGHT, Runtime, assemble, constructing
-from shardwise.errors import ConfigError, ModelError
+from shardwise.engine import BUCKET_BYTES, MAX_EVICTIONS, MAX_IN_FLIGHT, Runtime, assemble, constructing
+from shardwise.errors import ConfigError, MemoryBudgetError, ModelError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
-from shardwise.optim import clone_optimizer, num_moments, state_bytes
+from shardwise.optim import NUM_SETS, clone_optimizer, num_moments, state_bytes
 from shardwise.partition import Unit, UnitSpec
 from shardwise.planner import MemoryPlan, UnitSize, plan_memory
 from shardwise.testing.parity import ParityReport, compare_with_plain
@@ -66,7 +67,7 @@ def shard(
         raise ModelError(
             "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
         )
-    runtime, specs = assemble(model, optimizer, config, mesh)
+    runtime, specs = assemble(model, optimizer, config, mesh, _admission(config, optimizer))
     run = Run(model, optimizer, config, runtime, specs)
     model._shardwise_run = run  # type: ignore[assignment]
     return run
@@ -259,34 +260,20 @@ class Run:
 
     def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
         """The formula's bytes per rank for this model and configuration."""
-        sizes = [
-            UnitSize(
-                path=spec.module_path,
-                full_numel=unit.layout.numel,
-                shard_numel=unit.layout.shard_numel,
-                stored_itemsize=unit.dtypes.stored.itemsize,
-                compute_itemsize=unit.dtypes.compute.itemsize,
-                master_itemsize=unit.dtypes.master.itemsize,
-                is_trainable=unit.is_trainable,
-                gathers_in_place=unit.is_overlaid,
-                shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
-            )
-            for unit, spec in zip(self._runtime.units, self._specs, strict=True)
-        ]
-        return plan_memory(
-            sizes,
-            stage=self.config.stage,
-            num_moments=num_moments(self._optimizer),
-            exchange_bytes=self._runtime.transport.planned_exchange_bytes,
+        runtime = self._runtime
+        return _plan(
+            self.config,
+            runtime.units,
+            self._specs,
+            num_moments=len(runtime.offload.states) or num_moments(self._optimizer),
+            exchange_bytes=runtime.transport.planned_exchange_bytes,
             activation_bytes=self._activation_bytes if activation_bytes is None else activation_bytes,
-            reductions_in_flight=MAX_IN_FLIGHT + 1,
-            bucket_bytes=BUCKET_BYTES * self._runtime.world.world_size,
-            prefetch_bytes=0 if self._runtime.runner is None else self._runtime.runner.budget_bytes,
+            prefetch_bytes=0 if runtime.runner is None else runtime.runner.budget_bytes,
         )
 
     def measured_memory(self) -> dict[str, int]:
         """Peak bytes by kind as the ledger saw them on this rank."""
-        if self._optimizer is not None:
+        if self._optimizer is not None and self._runtime.offload.step is None:
             self.ledger.set(self._tier, Kind.MOMENT, state_bytes(self._optimizer))
         found = {kind.value: self.ledger.peak(self._tier, kind) for kind in Kind}
         found["buffer"] += self._runtime.transport.exchange_bytes
@@ -350,12 +337,15 @@ class Run:
             raise ConfigError("selfcheck() needs the optimizer that was given to shard().")
         plain, plain_optimizer = self._plain_copy()
         other, other_optimizer = self._plain_copy()
-        run = Run(other, other_optimizer, self.config, *assemble(other, other_optimizer, self.config, self._runtime.world.mesh))
+        run = Run(other, other_optimizer, self.config, *self._assembled(other, other_optimizer))
         report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()
         if self._runtime.world.rank == 0:
             print(report)
         return report
+
+    def _assembled(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Runtime, list[UnitSpec]]:
+        return assemble(model, optimizer, self.config, self._runtime.world.mesh, _admission(self.config, optimizer))
 
     def _plain_copy(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """An ordinary replica of the model and a fresh optimizer with the same groups."""
@@ -393,6 +383,83 @@ class Run:
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model has no run."""
         return None
+
+
+def _plan(
+    config: ShardConfig,
+    units: Sequence[Unit],
+    specs: Sequence[UnitSpec],
+    *,
+    num_moments: int,
+    exchange_bytes: int,
+    activation_bytes: int,
+    prefetch_bytes: int,
+) -> MemoryPlan:
+    """The formula for these Units."""
+    sizes = [
+        UnitSize(
+            path=spec.module_path,
+            full_numel=unit.layout.numel,
+            shard_numel=unit.layout.shard_numel,
+            stored_itemsize=unit.dtypes.stored.itemsize,
+            compute_itemsize=unit.dtypes.compute.itemsize,
+            master_itemsize=unit.dtypes.master.itemsize,
+            is_trainable=unit.is_trainable,
+            gathers_in_place=unit.is_overlaid,
+            shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
+        )
+        for unit, spec in zip(units, specs, strict=True)
+    ]
+    return plan_memory(
+        sizes,
+        stage=config.stage,
+        num_moments=num_moments,
+        exchange_bytes=exchange_bytes,
+        activation_bytes=activation_bytes,
+        reductions_in_flight=MAX_IN_FLIGHT + 1,
+        bucket_bytes=BUCKET_BYTES * units[0].layout.world_size,
+        prefetch_bytes=prefetch_bytes,
+        away=[kind for kind in ("params", "grads", "optimizer") if getattr(config.offload, kind) == "disk"],
+        step_bytes=config.offload.step_bytes,
+        step_sets=NUM_SETS,
+        evictions_in_flight=MAX_EVICTIONS,
+    )
+
+
+def _admission(
+    config: ShardConfig, optimizer: torch.optim.Optimizer | None
+) -> Callable[[Sequence[Unit], Sequence[UnitSpec]], None]:
+    """Refuses, before anything is changed, what its budget of host memory cannot hold."""
+    budget = config.offload.host_bytes
+
+    def admit(units: Sequence[Unit], specs: Sequence[UnitSpec]) -> None:
+        if budget is None:
+            return
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if budget > physical:
+            raise MemoryBudgetError(
+                f"Offload(host_bytes={budget}) is more than this machine's memory, {physical} bytes. Give a smaller budget, or "
+                "None."
+            )
+        largest = max(units, key=lambda unit: unit.full_bytes)
+        plan = _plan(
+            config,
+            units,
+            specs,
+            num_moments=num_moments(optimizer),
+            exchange_bytes=config.exchange_bytes,
+            activation_bytes=0,
+            prefetch_bytes=largest.full_bytes if config.prefetch_bytes is None else config.prefetch_bytes,
+        )
+        if plan.total > budget:
+            parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in plan.by_kind().items() if size)
+            raise MemoryBudgetError(
+                f"Offload(host_bytes={budget}) does not suffice: {plan.total} bytes are needed beside activations ({parts}). The "
+                f"largest Unit, {largest.name!r}, takes {format_bytes(largest.full_bytes)} when gathered. Raise the budget, move "
+                "more states to disk, lower Offload(step_bytes=...) or prefetch_bytes, or use smaller Units (units=, max_unit_bytes=)."
+            )
+
+    return admit
 
 
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,16 @@ One function per command. It turns arguments into a frozen description of the jo
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwise.cli.probe import run_probe
 from shardwise.cli.train import SHAPES, Job, train
-from shardwise.config import TRANSPORTS
+from shardwise.config import TIERS, TRANSPORTS
 from shardwise.errors import ShardwiseError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -47,6 +49,12 @@ def train_command(
         typer.Option(help="A text file, or a directory of them; may be repeated.", show_default="Python's standard library"),
     ] = None,
     transport: Annotated[str, typer.Option(help=f"How ranks combine: {', '.join(TRANSPORTS)}.")] = "auto",
+    offload_params: Annotated[str, typer.Option(help=f"Where parameters live between uses: {', '.join(TIERS)}.")] = "device",
+    offload_grads: Annotated[str, typer.Option(help="Where reduced gradients live.")] = "device",
+    offload_optimizer: Annotated[str, typer.Option(help="Where moments and masters live.")] = "device",
+    offload_path: Annotated[
+        Path | None, typer.Option(help="Directory on the disk.", show_default="the system's, for temporary files")
+    ] = None,
     plain_log: Annotated[
         bool, typer.Option("--plain-log", help="A line every 10 steps, no progress bar; also when not on a terminal.")
     ] = False,
@@ -67,9 +75,25 @@ def train_command(
             ranks=ranks,
             data=tuple(data or ()),
             transport=transport,
+            offload_params=offload_params,
+            offload_grads=offload_grads,
+            offload_optimizer=offload_optimizer,
+            offload_path=offload_path,
             plain_log=plain_log,
         )
         train(job)
+
+
+@app.command("probe")
+def probe_command(
+    path: Annotated[
+        Path | None, typer.Option(help="Directory on the disk to measure.", show_default="the system's, for temporary files")
+    ] = None,
+    links: Annotated[bool, typer.Option(help="Also measure gathers between two local ranks.")] = True,
+) -> None:
+    """Measure this machine: copies, disk, matrix products, links; the result is kept for the library."""
+    with _errors_in_one_line("probe"):
+        run_probe(path or Path(tempfile.gettempdir()), links=links)
 
 
 @contextlib.contextmanager

@@ -83,6 +83,10 @@ class Job:
     data: tuple[Path, ...] = ()
     """Text files and directories; none: the source of Python's standard library."""
     transport: str = "auto"
+    offload_params: str = "device"
+    offload_grads: str = "device"
+    offload_optimizer: str = "device"
+    offload_path: Path | None = None
     plain_log: bool = False
 
     def __post_init__(self) -> None:
@@ -113,7 +117,10 @@ class Job:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `shard`."""
-        return {"stage": self.stage, "precision": self.precision, "transport": self.transport}
+        offload = sw.Offload(
+            params=self.offload_params, grads=self.offload_grads, optimizer=self.offload_optimizer, path=self.offload_path
+        )
+        return {"stage": self.stage, "precision": self.precision, "transport": self.transport, "offload": offload}
 
 
 # -- starting ranks -------------------------------------------------------------------------------------------

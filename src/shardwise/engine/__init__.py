@@ -12,12 +12,14 @@ from shardwise.engine.assembly import assemble
 from shardwise.engine.construction import constructing
 from shardwise.engine.digest import digest
 from shardwise.engine.gradients import BUCKET_BYTES, MAX_IN_FLIGHT, Gradients
+from shardwise.engine.offload import MAX_EVICTIONS
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime, clip_factor
 from shardwise.engine.stages import STAGES, Held, Stage
 
 __all__ = [
     "BUCKET_BYTES",
+    "MAX_EVICTIONS",
     "MAX_IN_FLIGHT",
     "STAGES",
     "Gradients",

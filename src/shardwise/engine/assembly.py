@@ -6,6 +6,7 @@ Called by `shard`. Until the first Unit is filled nothing of the user's is chang
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,9 +38,16 @@ from shardwise.tiers import Ledger
 
 
 def assemble(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ShardConfig, mesh: DeviceMesh | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ShardConfig,
+    mesh: DeviceMesh | None,
+    admit: Callable[[Sequence[Unit], Sequence[UnitSpec]], None],
 ) -> tuple[Runtime, list[UnitSpec]]:
-    """Partition `model` and `optimizer` in place and return the runtime that drives them."""
+    """Partition `model` and `optimizer` in place and return the runtime that drives them.
+
+    `admit` sees the Units before anything is changed and raises if they would not fit.
+    """
     infos = _check_model(model)
     check_methods(model, config.methods)
     specs = find_units(model, config.units, config.max_unit_bytes)
@@ -56,7 +64,9 @@ def assemble(
     runtime.threads = threads
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
-    offload.place(units, optimizer)
+    offload.decide(units)
+    admit(units, specs)
+    offload.place(optimizer)
     reservations = [_reservation(unit) for unit in units]
     transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
     constructions = {

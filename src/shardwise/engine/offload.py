@@ -25,7 +25,7 @@ from shardwise.observe import format_bytes
 from shardwise.optim import Region, StreamedStep, long_states
 from shardwise.partition import Unit
 from shardwise.ticket import Deferred, Ticket
-from shardwise.tiers import ALIGNMENT, Buffer, Buffers, DiskFile, Kind, Ledger, Shelf, whole_quanta
+from shardwise.tiers import ALIGNMENT, Buffer, Buffers, DiskFile, Kind, Ledger, Shelf, Tier, whole_quanta
 
 MAX_EVICTIONS = 2
 """Gradient shards on their way to disk before the next reduction waits."""
@@ -48,7 +48,8 @@ class Offloading:
         self._evictions: deque[tuple[int, Ticket, Buffer]] = deque()
         self._lent: dict[int, Buffer] = {}  # gradients being formed, by Unit
         self._here: set[int] = set()  # Units whose shard or masters are in memory for a while
-        self._states: dict[str, torch.dtype] = {}
+        self.states: dict[str, torch.dtype] = {}
+        """The optimizer's piece-long states, known if anything is offloaded."""
 
     # -- set-up -----------------------------------------------------------------------------------------------
 
@@ -62,8 +63,8 @@ class Offloading:
         """Whether reduced gradients are on disk between backward and step."""
         return self.asked.grads == "disk"
 
-    def place(self, units: Sequence[Unit], optimizer: torch.optim.Optimizer | None) -> None:
-        """Decide for every Unit what is on disk and reserve the space; an error on one rank is an error on all."""
+    def decide(self, units: Sequence[Unit]) -> None:
+        """Decide for every Unit what will be on disk."""
         by_dtypes: dict[tuple[object, ...], list[Unit]] = {}
         for unit in units:
             by_dtypes.setdefault((unit.dtypes, unit.is_trainable), []).append(unit)
@@ -73,8 +74,13 @@ class Offloading:
             )
         self.regions = [Region(its_units) for its_units in by_dtypes.values()]
         self._region_of = {unit.index: region for region in self.regions for unit in region.units}
+
+    def place(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Reserve the space; an error on one rank is an error on all."""
+        if self.asked.host_bytes is not None:
+            self._ledger.limit(Tier.HOST, self.asked.host_bytes)
         if optimizer is not None and not self.asked.is_idle:
-            self._states = long_states(optimizer)
+            self.states = long_states(optimizer)
         self._agree(self._reserve)
 
     def _reserve(self) -> None:
@@ -101,7 +107,7 @@ class Offloading:
         if self.asked.optimizer == "disk":
             if region.has_own_masters:
                 yield "master", Kind.MASTER, region.dtype
-            for name, dtype in self._states.items():
+            for name, dtype in self.states.items():
                 yield name, Kind.MOMENT, torch.promote_types(dtype, region.dtype)
 
     def _agree(self, attempt: Callable[[], None]) -> None:
@@ -123,7 +129,7 @@ class Offloading:
             return None
         trainable = [region for region in self.regions if region.units[0].is_trainable]
         step = StreamedStep(
-            optimizer, trainable, self.buffers, self._ledger, self.asked.step_bytes, self._states, self.grad_factors
+            optimizer, trainable, self.buffers, self._ledger, self.asked.step_bytes, self.states, self.grad_factors
         )
         if not self.asked.uses_disk and not step.is_native:
             return None  # everything is in memory, and torch's own step is the way

@@ -11,9 +11,10 @@ from shardwise.optim.adopt import adopt_optimizer, check_optimizer, make_pieces,
 from shardwise.optim.elementwise import check_elementwise, clone_optimizer
 from shardwise.optim.scaler import LossScaler
 from shardwise.optim.states import Region
-from shardwise.optim.streaming import StreamedStep, long_states
+from shardwise.optim.streaming import NUM_SETS, StreamedStep, long_states
 
 __all__ = [
+    "NUM_SETS",
     "LossScaler",
     "Region",
     "StreamedStep",

@@ -6,7 +6,7 @@ The report prints it beside what was measured and the tests hold the measurement
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,17 +58,22 @@ def plan_memory(
     reductions_in_flight: int = 3,
     prefetch_bytes: int = 0,
     bucket_bytes: int = 0,
+    away: Collection[str] = (),
+    step_bytes: int = 0,
+    step_sets: int = 3,
+    evictions_in_flight: int = 2,
 ) -> MemoryPlan:
-    """Bytes per rank for a stage.
+    """Bytes of memory per rank for a stage.
 
     Parameters are whole below stage 3. Masters cost bytes only where they are not the stored parameters themselves.
     Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on,
-    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum.
+    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum. What is `away`
+    ('params', 'grads', 'optimizer') is on disk and costs only the buffers it passes through.
     """
     trainable = [u for u in units if u.is_trainable]
     span = {id(u): u.full_numel if stage == 0 else u.shard_numel for u in trainable}
     if stage == 3:
-        param = sum(u.shard_numel * u.stored_itemsize for u in units)
+        param = 0 if "params" in away else sum(u.shard_numel * u.stored_itemsize for u in units)
         gathered = _largest_chain(units) + prefetch_bytes
     else:
         param = sum(u.full_numel * u.compute_itemsize for u in units)
@@ -78,14 +83,31 @@ def plan_memory(
     local = [u.full_numel * u.compute_itemsize for u in trainable]
     on_the_way = sum(local) if stage < 2 else _largest_run(_buckets(local, bucket_bytes), reductions_in_flight)
     on_the_way += 2 * max((u.shared_numel * u.compute_itemsize for u in trainable), default=0)
+    spans = [span[id(u)] * u.master_itemsize for u in trainable]
+    passing = _passing_bytes(spans, bool(master), num_moments, away, step_bytes, step_sets, evictions_in_flight)
     return MemoryPlan(
         param=param,
-        master=master,
-        grad=sum(span[id(u)] * u.master_itemsize for u in trainable) + on_the_way,
-        moment=num_moments * sum(span[id(u)] * u.master_itemsize for u in trainable),
-        buffer=gathered + exchange_bytes,
+        master=0 if "optimizer" in away else master,
+        grad=(0 if "grads" in away else sum(spans)) + on_the_way,
+        moment=0 if "optimizer" in away else num_moments * sum(spans),
+        buffer=gathered + exchange_bytes + passing,
         activation=activation_bytes,
     )
+
+
+def _passing_bytes(
+    spans: Sequence[int], has_masters: bool, num_moments: int, away: Collection[str], step_bytes: int, sets: int, evictions: int
+) -> int:
+    """Buffers that vectors pass through to and from disk: those of a step, or those of gradients if they are more."""
+    vectors: float = num_moments if "optimizer" in away else 0
+    vectors += "grads" in away
+    vectors += "params" in away or (has_masters and "optimizer" in away)
+    vectors += 0.5 if has_masters and "params" in away else 0  # rounded copies go out beside the masters
+    step = int(sets * vectors * min(step_bytes, sum(spans)))
+    if "grads" not in away:
+        return step
+    largest = max(spans, default=0)
+    return max(step + max(largest - step_bytes, 0), _largest_run(spans, evictions + 1))
 
 
 def _has_own_master(unit: UnitSize, stage: int) -> bool:

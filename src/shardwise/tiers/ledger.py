@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from shardwise.errors import LifecycleError
+from shardwise.errors import LifecycleError, MemoryBudgetError
 
 
 class Tier(enum.Enum):
@@ -34,10 +34,21 @@ class Ledger:
         self._peak = dict(self._now)
         self._tier_now = dict.fromkeys((t.value for t in Tier), 0)
         self._tier_peak = dict(self._tier_now)
+        self._limits = dict.fromkeys((t.value for t in Tier), 1 << 62)
+
+    def limit(self, tier: Tier, num_bytes: int) -> None:
+        """Refuse from here on what would go beyond."""
+        self._limits[tier.value] = num_bytes
 
     def take(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """Count `num_bytes` as taken."""
+        """Count `num_bytes` as taken; raises before a limit is passed."""
         at = tier._value_
+        if self._tier_now[at] + num_bytes > self._limits[at]:
+            raise MemoryBudgetError(
+                f"{num_bytes} bytes of {kind.value} would take the {at} tier from {self._tier_now[at]} to "
+                f"{self._tier_now[at] + num_bytes} bytes, above its budget of {self._limits[at]}. Raise Offload(host_bytes=...), "
+                "move more states to disk, or use smaller Units (max_unit_bytes)."
+            )
         key = (at, kind._value_)
         self._now[key] += num_bytes
         self._tier_now[at] += num_bytes
