@@ -20,7 +20,7 @@ import torch.distributed as dist
 import shardwise as sw
 from cases import CASES, build, parity
 from shardwise import native
-from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
+from shardwise.errors import ConfigError, DiskError, MemoryBudgetError, OptimizerError
 from shardwise.observe import delays
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.testing.models import GPT, GPTConfig
@@ -233,7 +233,7 @@ def test_a_model_built_on_disk_has_the_bits_of_plain_construction(pool: RankPool
 
 
 def bytes_read() -> tuple[int, int]:
-    run, model, opt, _, _ = build("paged", "adamw", stage=3, offload=sw.Offload(params="disk"), prefetch_bytes=0)
+    run, model, _, _, _ = build("paged", "adamw", stage=3, offload=sw.Offload(params="disk"), prefetch_bytes=0)
     disk = run._runtime.offload.disk
     before = disk.bytes_read
     with torch.no_grad():
@@ -247,6 +247,43 @@ def bytes_read() -> tuple[int, int]:
 def test_every_rank_reads_its_own_slice_only(pool: RankPool) -> None:
     for found, stored in pool.run(bytes_read):
         assert stored <= found < 1.1 * stored, "each shard once, whole blocks"
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count of its own calls, which a step in portions would spoil."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param.add_(param.grad, alpha=-group["lr"] / self.calls)
+
+
+def test_an_optimizer_that_counts_its_calls_is_refused() -> None:
+    model, _ = small()
+    with pytest.raises(OptimizerError, match=r"cannot stream.*two calls"):
+        sw.shard(model, Counting(model.parameters(), lr=0.1), stage=3, offload=sw.Offload(optimizer="disk"))
+
+
+def part_of_the_model() -> bool:
+    """Parameters that the optimizer was not given have gradients and stay as they are."""
+    model, _ = small()
+    optimizer = torch.optim.AdamW(model.blocks[0].parameters())
+    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    before = run.full_state_dict(rank0_only=False)
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    after = run.full_state_dict(rank0_only=False)
+    run.close()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    return bool(changed) and all(name.startswith("blocks.0.") for name in changed)
+
+
+def test_what_no_group_has_is_not_updated(pool: RankPool) -> None:
+    assert all(pool.run(part_of_the_model))
 
 
 # -- bad input ------------------------------------------------------------------------------------------------

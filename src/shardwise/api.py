@@ -456,7 +456,7 @@ def _admission(
             raise MemoryBudgetError(
                 f"Offload(host_bytes={budget}) does not suffice: {plan.total} bytes are needed beside activations ({parts}). The "
                 f"largest Unit, {largest.name!r}, takes {format_bytes(largest.full_bytes)} when gathered. Raise the budget, move "
-                "more states to disk, lower Offload(step_bytes=...) or prefetch_bytes, or use smaller Units (units=, max_unit_bytes=)."
+                "more states to disk, lower Offload(step_bytes=...) or prefetch_bytes, or use smaller Units (max_unit_bytes)."
             )
 
     return admit

@@ -110,7 +110,7 @@ class Offload:
     """Directory on the disk; None: the system's directory for temporary files. Nothing remains there after the run."""
     host_bytes: int | None = None
     """Bound of what one rank holds in memory for states and buffers; None: no bound but the machine's."""
-    step_bytes: int = 32 << 20
+    step_bytes: int = 16 << 20
     """Bytes of each vector (parameters, gradients, each moment) that are updated at a time when states stream."""
     checks: bool = False
     """Keep a checksum of everything written to disk and compare it when it is read."""

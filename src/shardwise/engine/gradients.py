@@ -107,7 +107,7 @@ class Gradients:
             self._position += 1
 
     def _launch(self, bucket: Sequence[Unit], *, adds: bool = False) -> None:
-        is_bounded = self._stage.grads is Held.SHARD
+        is_bounded = self._stage.grads is Held.SHARD or self._is_away
         while is_bounded and len(self._flying) >= MAX_IN_FLIGHT and self._flying[0][0].is_done_within(PATIENCE_S):
             self._land()
         while self._flying and self._flying[0][0].is_done_within(0.0):
@@ -134,6 +134,8 @@ class Gradients:
             )
         except BaseException:
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+            for unit in bucket if self._is_away else ():
+                self._offload.drop_grad(unit)
             raise
         self._flying.append((ticket, bucket, num_bytes))
 

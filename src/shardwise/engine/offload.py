@@ -20,7 +20,7 @@ import torch
 
 from shardwise.comm import Transport, World, own_slice
 from shardwise.config import Offload
-from shardwise.errors import DiskError, MemoryBudgetError
+from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
 from shardwise.observe import format_bytes
 from shardwise.optim import Region, StreamedStep, long_states
 from shardwise.partition import Unit
@@ -65,6 +65,10 @@ class Offloading:
 
     def decide(self, units: Sequence[Unit]) -> None:
         """Decide for every Unit what will be on disk."""
+        if self.world.device.type != "cpu" and not self.asked.is_idle:
+            raise ConfigError(
+                f"Offload on {self.world.device.type} is not built yet: only CPU ranks can. Leave offload out, or train on CPU."
+            )
         by_dtypes: dict[tuple[object, ...], list[Unit]] = {}
         for unit in units:
             by_dtypes.setdefault((unit.dtypes, unit.is_trainable), []).append(unit)

@@ -75,18 +75,13 @@ class Portion:
     numel: int
     runs: tuple[Run, ...]
 
-    @property
-    def has_grads(self) -> bool:
-        """Whether any element of it will be updated."""
-        return any(update.master.grad is not None for run in self.runs for _, update, _, _ in run.parts())
-
 
 def cut(units: Sequence[Unit], most_numel: int) -> list[Portion]:
     """Portions of at most `most_numel` elements (whole quanta), in order: large Units in parts, small ones together."""
     limit = max(most_numel // QUANTUM, 1) * QUANTUM
     found: list[Portion] = []
     runs: list[Run] = []
-    start = filled = at = 0
+    start = filled = 0
 
     def close() -> None:
         nonlocal runs, start, filled
@@ -104,6 +99,5 @@ def cut(units: Sequence[Unit], most_numel: int) -> list[Portion]:
             filled += whole_quanta(high - low)
             if filled >= limit:
                 close()
-        at += whole_quanta(length)
     close()
     return found

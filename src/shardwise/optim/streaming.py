@@ -29,14 +29,38 @@ Key = tuple[int, int, int]
 
 
 def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
-    """Names and dtypes of the states that are as long as their parameter, found by a trial of two steps."""
-    param = nn.Parameter(torch.ones(7))
-    trial = clone_optimizer(optimizer, [[param]] + [[] for _ in optimizer.param_groups[1:]])
-    for _ in range(2):
-        param.grad = torch.ones(7)
-        trial.step()
-    state = trial.state.get(param, {})
-    return {name: value.dtype for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == param.shape}
+    """Names and dtypes of the states that are as long as their parameter, found by a trial.
+
+    Raises OptimizerError if two parameters that are updated by two calls of the step's body, as portions are, come out otherwise
+    than by one: an optimizer that counts its calls would.
+    """
+    together, apart = _trial(optimizer, [(0, 1)]), _trial(optimizer, [(0,), (1,)])
+    for one, other in zip(together[1], apart[1], strict=True):
+        if not torch.equal(one, other):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot stream: parameters updated by two calls of step() came out otherwise than by "
+                "one. It may count its own calls; a count per parameter (optimizer.state) would do. Use Offload(optimizer='device')."
+            )
+    return together[0]
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, calls: Sequence[tuple[int, ...]]
+) -> tuple[dict[str, torch.dtype], list[nn.Parameter]]:
+    """Three steps of two small parameters, `calls` of them at a time: the long states of the first, and both."""
+    params = [nn.Parameter(torch.linspace(-1.0, 1.0, 7) + number) for number in range(2)]
+    trial = clone_optimizer(optimizer, [list(params)] + [[] for _ in optimizer.param_groups[1:]])
+    if "lr" in trial.param_groups[0]:
+        trial.param_groups[0]["lr"] = 0.1  # the user's may be zero now, in a warm-up
+    for step in range(3):
+        for chosen in calls:
+            trial.param_groups[0]["params"] = [params[number] for number in chosen]
+            for number in chosen:
+                params[number].grad = torch.linspace(0.5, 2.0, 7) * (step + 1)
+            trial.step()
+    state = trial.state.get(params[0], {})
+    is_long = {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (7,)}
+    return {name: value.dtype for name, value in is_long.items()}, params
 
 
 class _Set:
@@ -79,7 +103,7 @@ class StreamedStep:
         self.states = states
         self._portions = [cut(region.units, step_bytes // region.dtype.itemsize) for region in regions]
         self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
-        self._group_of = {id(piece): number for number, group in enumerate(optimizer.param_groups) for piece in group["params"]}
+        self._group_of: dict[int, int] = {}  # by piece; what no group has is not updated
         self._small: dict[Key, dict[str, Any]] = {}  # states that are not as long as their piece; there once a part has any
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # long states in memory, by Unit
         self._templates: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
@@ -96,8 +120,10 @@ class StreamedStep:
 
     def __call__(self) -> None:
         """One step."""
+        groups = self._optimizer.param_groups
+        self._group_of = {id(piece): number for number, group in enumerate(groups) for piece in group["params"]}
         for region, portions in zip(self._regions, self._portions, strict=True):
-            active = [portion for portion in portions if portion.has_grads]
+            active = [p for p in portions if any(self._is_due(update) for run in p.runs for _, update, _, _ in run.parts())]
             if active:
                 self._stream(region, active)
 
@@ -125,6 +151,9 @@ class StreamedStep:
                 for buffer in held.buffers.values():
                     self._buffers.give(buffer)
 
+    def _is_due(self, update: UpdatePiece) -> bool:
+        return update.master.grad is not None and id(update.master) in self._group_of
+
     @staticmethod
     def _shelves(region: Region) -> tuple[list[Shelf], list[Shelf]]:
         """What is fetched before an update, and what is written after it."""
@@ -147,7 +176,7 @@ class StreamedStep:
             _Part(self, region, portion, held, run, number, update, low, high)
             for run in portion.runs
             for number, update, low, high in run.parts()
-            if update.master.grad is not None
+            if self._is_due(update)
         ]
         with torch.no_grad():
             for part in parts:

@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ class DiskFile:
         descriptor, self.is_direct = _open_nameless(self.directory)
         self.file = File(descriptor, f"the states' file in {self.directory}")
         self.engine = engine or make_engine()
+        self._finalizer = weakref.finalize(self, _end, self.engine, descriptor)
         self.size = 0
         self.bytes_read = 0
         self.bytes_written = 0
@@ -134,10 +136,12 @@ class DiskFile:
 
     def close(self) -> None:
         """End the threads and give the space back."""
-        self.engine.close()
-        if self.file.descriptor >= 0:
-            os.close(self.file.descriptor)
-            self.file = File(-1, self.file.path)
+        self._finalizer()
+
+
+def _end(engine: IoEngine, descriptor: int) -> None:
+    engine.close()  # first: it may still be moving
+    os.close(descriptor)
 
 
 class _Checked(Ticket):
