@@ -16,11 +16,11 @@ LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *PLACE)
 TIMEOUT_S = 120
 
 
-def run_example(name: str, ranks: int) -> str:
+def run_example(name: str, ranks: int, *args: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(EXAMPLES / name)],
+        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(EXAMPLES / name), *args],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -31,7 +31,8 @@ def run_example(name: str, ranks: int) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"plain_loop.py", "sharded_init.py", "selfcheck.py"}
+    tested = {"bigger_than_memory.py", "plain_loop.py", "sharded_init.py", "selfcheck.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), (2, "shared memory")])
@@ -51,3 +52,12 @@ def test_sharded_init() -> None:
 
 def test_selfcheck() -> None:
     assert "equal to the last bit" in run_example("selfcheck.py", 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bigger_than_memory(ranks: int) -> None:
+    shape = ("--layers", "3", "--hidden", "64", "--heads", "2", "--vocabulary", "300", "--sequence", "16", "--steps", "4")
+    shown = run_example("bigger_than_memory.py", ranks, *shape)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", shown)]
+    assert len(losses) == 4 * ranks and min(losses[-ranks:]) < max(losses[:ranks])
+    assert "params disk, grads disk, optimizer disk" in shown

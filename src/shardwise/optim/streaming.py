@@ -39,7 +39,7 @@ def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
         if not torch.equal(one, other):
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot stream: parameters updated by two calls of step() came out otherwise than by "
-                "one. It may count its own calls; a count per parameter (optimizer.state) would do. Use Offload(optimizer='device')."
+                "one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
             )
     return together[0]
 
