@@ -38,12 +38,13 @@ PLACES = {
 }
 VOCABULARY, CONTEXT, SEQUENCE = 50257, 1024, 128
 ALONE_NUMEL = 1 << 26
+LEARNING_RATE = 3e-5
 
 
 def main() -> None:
     args = parse()
     if args.worker:
-        {"train": train, "alone": alone}[args.worker](args)
+        {"train": train, "alone": alone, "infinity": infinity}[args.worker](args)
         return
     fio.set_up()
     with tempfile.TemporaryDirectory(prefix="shardwise-offload-", dir=args.directory) as name:
@@ -54,6 +55,7 @@ def main() -> None:
         fio.clean_up(directory)
         ranks = launch("train", args, args.ranks, directory)
         limits = launch("alone", args, args.ranks, directory) if args.alone else []
+        theirs = launch("infinity", args, args.ranks, directory) if args.deepspeed else []
     print(f"{args.shape}, {args.place} on disk, {args.ranks} ranks, sequence {SEQUENCE}; medians of {args.steps} steps")
     print(f"fio: read {rates['read'] / 1e9:.2f}, write {rates['write'] / 1e9:.2f}, both {rates['both'] / 1e9:.2f} GB/s")
     print(f"losses {', '.join(f'{loss:.3f}' for loss in ranks[0]['losses'])}\n")
@@ -84,11 +86,16 @@ def main() -> None:
             f"of {found['all'] / 1e9:.3f} GB that all ranks read"
         )
 
+    for rank, found in enumerate(theirs):
+        phases = ", ".join(f"{phase} {statistics.median(found[phase]):.2f} s" for phase in ("forward and backward", "optimizer"))
+        print(f"DeepSpeed ZeRO-Infinity, rank {rank}: {phases}; peak {found['peak'] / 1e9:.2f} GB; losses {found['losses']}")
+
 
 def launch(worker: str, args: argparse.Namespace, ranks: int, directory: Path) -> list[dict]:
     port = free_port()
     outs = [directory / f"{worker}-{rank}.json" for rank in range(ranks)]
     command = [sys.executable, __file__, f"--worker={worker}", f"--shape={args.shape}", f"--place={args.place}"]
+    command += [f"--steps={args.steps}", f"--directory={directory}", *(["--deepspeed-bf16"] if args.deepspeed_bf16 else [])]
     processes = [
         subprocess.Popen([*command, f"--out={out}"], env=rank_environment(rank, ranks, port)) for rank, out in enumerate(outs)
     ]
@@ -131,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
     with MemorySampler() as memory:
         with sw.sharded_init(offload=offload):
             model = build(args)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         run = sw.shard(model, optimizer, stage=3, offload=offload)
         building = memory.peak_bytes
         disk = run._runtime.offload.disk
@@ -175,6 +182,58 @@ def train(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def infinity(args: argparse.Namespace) -> None:
+    """DeepSpeed's stage 3 with parameters and optimizer states on NVMe; its asynchronous engine needs libaio's headers."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+
+    from shardwise.observe import MemorySampler
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    nvme = {"device": "nvme", "nvme_path": args.directory, "pin_memory": False}
+    largest = VOCABULARY * SHAPES[args.shape]["hidden"]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**nvme, "buffer_count": 8, "buffer_size": largest + (1 << 20), "max_in_cpu": 0},
+            "offload_optimizer": {**nvme, "buffer_count": 5},
+            "sub_group_size": largest,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "intra_op_parallelism": 2,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": args.deepspeed_bf16},
+    }
+    with MemorySampler() as memory:
+        model = build(args)
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(engine.global_rank))
+        found: dict[str, list[float]] = {"forward and backward": [], "optimizer": [], "losses": []}
+        for number in range(args.steps + 1):
+            begin = time.perf_counter()
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
+            middle = time.perf_counter()
+            engine.step()
+            end = time.perf_counter()
+            found["losses"].append(round(loss.item(), 3))
+            if number:
+                found["forward and backward"].append(middle - begin)
+                found["optimizer"].append(end - middle)
+    Path(args.out).write_text(json.dumps({**found, "peak": memory.peak_bytes}))
+    os._exit(0)
+
+
 def alone(args: argparse.Namespace) -> None:
     import torch
 
@@ -215,6 +274,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--directory", default=tempfile.gettempdir())
     parser.add_argument("--fio-mib", type=int, default=2048)
     parser.add_argument("--timeout-s", type=float, default=1800)
+    parser.add_argument("--deepspeed", action="store_true", help="also run DeepSpeed ZeRO-Infinity (needs libaio-dev)")
+    parser.add_argument("--deepspeed-bf16", action="store_true", help="... with 16-bit parameters")
     parser.add_argument("--no-alone", dest="alone", action="store_false")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)

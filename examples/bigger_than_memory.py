@@ -36,7 +36,7 @@ with MemorySampler() as memory:
         model = GPT(GPTConfig(vocabulary=args.vocabulary, context=1024, layers=args.layers, heads=args.heads, hidden=args.hidden))
     for block in model.blocks:  # keep only what goes in and out of a block, compute the rest again in backward
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # fused: shardwise's own kernel updates
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)  # fused: shardwise's own kernel updates
     run = sw.shard(model, optimizer, stage=3, offload=offload)
     num_parameters = sum(param.numel() for param in model.parameters())
     print(f"{num_parameters / 1e6:.0f} million parameters, built in {time.perf_counter() - begin:.0f} s", flush=True)
