@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import shardwise as sw
 from cases import CASES, build
 from shardwise.errors import LifecycleError
 from shardwise.observe import format_bytes, process_memory
@@ -111,3 +112,26 @@ def test_figures_are_readable() -> None:
     assert [format_bytes(n) for n in (0, 999, 1500, 2_000_000, 3.2e9, 5e12)] == [
         "0 B", "999 B", "1.5 kB", "2.0 MB", "3.2 GB", "5.00 TB",
     ]  # fmt: skip
+
+
+def measured_from_disk(place: dict[str, str]) -> tuple[dict[str, int], dict[str, int], int]:
+    run, model, opt, _, _ = build("paged-large", "fused", stage=3, offload=sw.Offload(**place, step_bytes=1 << 20))
+    for step in range(3):
+        CASES["paged-large"].loss(model, step).backward()
+        opt.step()
+        opt.zero_grad()
+    found = run.predicted_memory(activation_bytes=0).by_kind(), run.measured_memory(), run.ledger.peak(Tier.DISK)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("away", [("params", "grads", "optimizer"), ("optimizer",), ("grads",), ("params", "optimizer")])
+def test_what_is_on_disk_costs_only_buffers(pool: RankPool, away: tuple[str, ...]) -> None:
+    kinds = {"params": ["param"], "grads": ["grad"], "optimizer": ["moment"]}
+    for predicted, found, on_disk in pool.run(measured_from_disk, dict.fromkeys(away, "disk")):
+        assert on_disk > 0
+        for name in away:
+            for kind in kinds[name]:
+                assert found[kind] <= predicted[kind]
+        assert found["param"] == predicted["param"] and found["moment"] == predicted["moment"]
+        assert sum(found.values()) <= 1.1 * sum(predicted.values()), (predicted, found)

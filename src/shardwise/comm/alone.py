@@ -44,8 +44,14 @@ class AloneTransport(Transport):
         return Deferred(finish)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """Hand the gradient over, chunk by chunk."""
+        """Hand the gradient over, straight into its place where that is free, else chunk by chunk."""
         dtype = sum_dtype(wire)
+        self._count_reduce(shard_numel, wire)
+        place = sink.place(0, shard_numel)
+        if place is not None and place.dtype == dtype == wire:
+            source(0, place)
+            sink(0, place)
+            return Done()
         chunk = self._chunk(dtype)
         if dtype not in self._buffers:
             self._buffers[dtype] = torch.empty(chunk, dtype=dtype, device=self.world.device)
@@ -54,7 +60,6 @@ class AloneTransport(Transport):
             part = buffer[: min(chunk, shard_numel - start)]
             source(start, part)
             sink(start, part)
-        self._count_reduce(shard_numel, wire)
         return Done()
 
     @property
