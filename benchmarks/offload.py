@@ -71,7 +71,7 @@ def main() -> None:
         compute = max((limit[phase] for limit in limits), default=0.0)
         shown = f"{compute:.2f}" if limits else "-"
         share = f"{(read + written) / taken / rates['both']:.2f}"
-        limit = max(compute, moving)
+        limit = max(compute, moving, 1e-9)
         print(
             f"| {phase} | {taken:.2f} | {shown} | {read / 1e9:.2f} | {written / 1e9:.2f} | {moving:.2f} | "
             f"{taken / limit:.2f} | {share} |"
