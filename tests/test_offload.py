@@ -48,7 +48,7 @@ MANNERS = [(1, None), (4, None), (1, 0.05), (4, 0.05)]
 
 
 def some(
-    stage: int, jobs: list[tuple[dict[str, str], int, float | None]], name: str = "gpt", steps: int = 3, **options: Any
+    stage: int, jobs: list[tuple[dict[str, str], int, float | None]], name: str = "gpt", steps: int = 2, **options: Any
 ) -> dict[str, ParityReport]:
     """Runs on a rank: parity for several placements and manners."""
     found = {}
