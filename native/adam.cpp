@@ -249,7 +249,11 @@ void sw_adam(const Arrays *arrays, const Settings *settings, int64_t numel, int 
   };
   std::vector<std::thread> threads;
   for (int64_t number = 1; number < std::min<int64_t>(num_threads, (numel + kPart - 1) / kPart); ++number) {
-    threads.emplace_back(work);
+    try {
+      threads.emplace_back(work);
+    } catch (...) {  // no more threads to be had: those there are take all parts
+      break;
+    }
   }
   work();
   for (auto &thread : threads) thread.join();

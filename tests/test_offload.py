@@ -249,6 +249,157 @@ def test_every_rank_reads_its_own_slice_only(pool: RankPool) -> None:
         assert stored <= found < 1.1 * stored, "each shard once, whole blocks"
 
 
+def zeroed_in_place(place: dict[str, str]) -> dict[str, torch.Tensor]:
+    run, model, opt, _, _ = build("gpt", "sgd", stage=3, offload=sw.Offload(**place, step_bytes=STEP_BYTES))
+    for step in range(3):
+        CASES["gpt"].loss(model, step).backward()
+        run.clip_grad_norm_(0.05)
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+    opt.step()  # with gradients of zero: momentum goes on
+    run.clip_grad_norm_(0.05)
+    found = run.full_state_dict(rank0_only=False)
+    run.close()
+    return found
+
+
+def test_gradients_zeroed_in_place_are_zero_on_disk_too(pool: RankPool) -> None:
+    for expected, found in zip(pool.run(zeroed_in_place, {}), pool.run(zeroed_in_place, EVERYTHING), strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+class HalfUsed(torch.nn.Module):
+    """Blocks of which each rank uses another half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            used = block[dist.get_rank() % 2]
+            x = x + torch.tanh(used(x)) + 0.0 * block[1 - dist.get_rank() % 2].weight.detach().sum()
+        return x.square().mean()
+
+
+def half_used() -> ParityReport:
+    torch.manual_seed(0)
+    model, plain = HalfUsed(), HalfUsed()
+    plain.load_state_dict(model.state_dict())
+    opts = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    run = sw.shard(
+        model,
+        opts[0],
+        stage=3,
+        offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES),
+        units=torch.nn.ModuleList,
+        timeout_s=20.0,
+    )
+
+    def loss_of(m: torch.nn.Module, step: int) -> torch.Tensor:
+        loss: torch.Tensor = m(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)))
+        return loss
+
+    report = compare_with_plain(run, model, opts[0], plain, opts[1], loss_of, steps=3)
+    run.close()
+    return report
+
+
+def test_parameters_that_only_some_ranks_use(pool: RankPool) -> None:
+    for report in pool.run(half_used):
+        assert report.is_bitwise, str(report)
+
+
+def test_after_close_states_on_disk_are_gone_and_say_so(tmp_path: Path) -> None:
+    model, optimizer = small()
+    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    for _ in range(2):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(tokens[:, :-1], tokens[:, 1:])  # gathers for its backward were started early
+    run.close()
+    run.close()
+    with pytest.raises(DiskError, match="is closed"):
+        loss.backward()
+    with pytest.raises(DiskError, match="is closed"):
+        run.full_state_dict()
+
+
+def two_models() -> bool:
+    torch.manual_seed(0)
+    offload = sw.Offload(**EVERYTHING)
+    with sw.sharded_init(offload=offload):
+        first, second = CASES["paged"].build(), CASES["paged"].build()
+    torch.manual_seed(0)
+    plain = [CASES["paged"].build() for _ in range(2)]
+    runs = [sw.shard(m, torch.optim.SGD(m.parameters(), lr=0.1), stage=3, offload=offload) for m in (first, second)]
+    found = [run.full_state_dict(rank0_only=False) for run in runs]
+    for run in runs:
+        run.close()
+    return all(torch.equal(values[n], v) for values, m in zip(found, plain, strict=True) for n, v in m.state_dict().items())
+
+
+def test_two_models_built_side_by_side_on_disk(pool: RankPool) -> None:
+    assert all(pool.run(two_models))
+
+
+class Noted(torch.optim.AdamW):
+    """A subclass whose step calls its parent's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def subclassed() -> bool:
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # its step announces itself from here on
+    torch.manual_seed(0)
+    model, plain = (GPT(GPTConfig(vocabulary=67, context=16, layers=2, heads=2, hidden=24)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    opts = [Noted(m.parameters(), lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    is_bitwise = compare_with_plain(run, model, opts[0], plain, opts[1], CASES["gpt"].loss, steps=3).is_bitwise
+    run.close()
+    return is_bitwise
+
+
+def test_a_subclass_that_calls_its_parents_step(pool: RankPool) -> None:
+    assert all(pool.run(subclassed))
+
+
+def groups_with_other_states() -> bool:
+    torch.manual_seed(0)
+    model, plain = (GPT(GPTConfig(vocabulary=67, context=16, layers=2, heads=2, hidden=24)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    opts = []
+    for m in (model, plain):
+        groups = [{"params": [m.wte.weight]}, {"params": list(m.blocks.parameters()), "momentum": 0.9}]
+        opts.append(torch.optim.SGD(groups, lr=0.1))
+    run = sw.shard(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    is_bitwise = compare_with_plain(run, model, opts[0], plain, opts[1], CASES["gpt"].loss, steps=3).is_bitwise
+    run.close()
+    return is_bitwise
+
+
+def test_groups_whose_states_differ(pool: RankPool) -> None:
+    assert all(pool.run(groups_with_other_states))
+
+
+def test_a_state_dict_without_its_moments_is_refused() -> None:
+    model, optimizer = small()
+    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(optimizer="disk"))
+    with pytest.raises(OptimizerError, match="incomplete"):
+        optimizer.state_dict()
+    run.close()
+
+
+@pytest.mark.parametrize("place", [{}, {"optimizer": "disk"}])
+def test_one_rank_at_stage_0_in_16_bits(place: dict[str, str]) -> None:
+    report = parity("gpt", stage=0, steps=3, precision="bf16", offload=sw.Offload(**place))
+    assert report.is_bitwise, str(report)
+
+
 class Counting(torch.optim.SGD):
     """Keeps a count of its own calls, which a step in portions would spoil."""
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
 from shardwise.engine import BUCKET_BYTES, MAX_EVICTIONS, MAX_IN_FLIGHT, Runtime, assemble, constructing
-from shardwise.errors import ConfigError, MemoryBudgetError, ModelError
+from shardwise.errors import ConfigError, MemoryBudgetError, ModelError, ShardwiseError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
 from shardwise.optim import NUM_SETS, clone_optimizer, num_moments, state_bytes
 from shardwise.partition import Unit, UnitSpec
@@ -376,7 +376,9 @@ class Run:
         return [name for name in self._places if name in everyone]
 
     def close(self) -> None:
-        """End background threads and give disk space back. The model stays as it is."""
+        """End background threads and give disk space back: parameters and states on disk are gone then."""
+        with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
+            self._runtime.settle()
         self._runtime.transport.close()
         self._runtime.offload.close()
 

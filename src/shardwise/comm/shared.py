@@ -95,11 +95,15 @@ class SharedTransport(Transport):
         self._meeting = Meeting(world, self.watch)
         self._shards = HostShards(world, world)
         self._lane = Lane("shardwise-exchange")
+        self._gather_mail: Mailboxes | None = None  # where shards are away every gather is an exchange: it has a lane of its own
+        self._gather_lane = Lane("shardwise-gather")
         self._overlays: set[int] = set()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Shared memory for the shards of all Units."""
+        if any(entry.is_away for entry in reservations):
+            self._gather_mail = Mailboxes(self.world, self._chunk_bytes, self.watch)
         return self._shards.reserve(reservations)
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
@@ -114,24 +118,26 @@ class SharedTransport(Transport):
         pause("gather.start")
         self._count_gather(shard)
         if not self._shards.holds(tag, shard):
-            operation = self.watch.begin("exchange", "gather", tag)
-            return self._lane.submit(lambda: self._exchange_shards(operation, shard, full, ready))
+            channel, lane = ("exchange", self._lane) if self._gather_mail is None else ("prefetch", self._gather_lane)
+            operation = self.watch.begin(channel, "gather", tag)
+            return lane.submit(lambda: self._exchange_shards(operation, shard, full, ready))
         if full.data_ptr() not in self._overlays:
             self._shards.copy_into(full, tag)
         return Done()
 
     def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor, ready: Ticket) -> None:
         with self.watch.during(operation):
+            mail = self._gather_mail or self._mail
             ready.wait()
             copy_own(self.world, shard, full)
             chunk = self._chunk_bytes // shard.element_size()
             for start in range(0, shard.numel(), chunk):
                 part = shard[start : start + chunk]
                 for peer in self.world.peers():
-                    self._mail.post(peer, operation, part.numel(), part.dtype, copier(part))
+                    mail.post(peer, operation, part.numel(), part.dtype, copier(part))
                 for peer in self.world.peers():
                     place = own_slice(self.world, full, peer)[start : start + part.numel()]
-                    self._mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
+                    mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Hand every peer its slice chunk by chunk; totals are formed in rank order."""
@@ -204,16 +210,21 @@ class SharedTransport(Transport):
     @property
     def exchange_bytes(self) -> int:
         """Outgoing slots and the buffers totals are formed in."""
-        return self._mail.num_bytes + sum(t.numel() * t.element_size() for t in self._scratch.values())
+        return self._slot_bytes + sum(t.numel() * t.element_size() for t in self._scratch.values())
 
     @property
     def planned_exchange_bytes(self) -> int:
         """The slots, and two chunks in fp32."""
-        return self._mail.num_bytes + 2 * self._chunk_bytes
+        return self._slot_bytes + 2 * self._chunk_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self._mail.num_bytes + (0 if self._gather_mail is None else self._gather_mail.num_bytes)
 
     def close(self) -> None:
-        """End the lane; memory goes with the last reference."""
+        """End the lanes; memory goes with the last reference."""
         self._lane.close()
+        self._gather_lane.close()
 
 
 def copier(values: torch.Tensor) -> Callable[[torch.Tensor], object]:

@@ -142,9 +142,7 @@ class Construction:
     def release(self) -> None:
         """A model has been taken over: keep no vector and no thread for it."""
         self._read = None
-        self.transport.close()
-        if self._disk is not None:
-            self._disk.close()
+        self.transport.close()  # the disk stays for other models built beside it, and goes with the last of them
 
     def finish(self) -> None:
         """Partition what no parent registered (the model itself), and accept no more touches."""

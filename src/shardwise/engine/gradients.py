@@ -18,7 +18,8 @@ from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.offload import Offloading
 from shardwise.engine.stages import Held, Stage
 from shardwise.observe import EventLog
-from shardwise.partition import Unit
+from shardwise.optim import was_zeroed
+from shardwise.partition import Unit, UpdatePiece
 from shardwise.ticket import Ticket
 from shardwise.tiers import Kind, Ledger, Tier
 
@@ -98,6 +99,10 @@ class Gradients:
             held_bytes += num_bytes
         return buckets
 
+    def _was_zeroed(self, piece: UpdatePiece) -> bool:
+        """Whether `zero_grad(set_to_none=False)` wrote zeros to what stands for a gradient on disk."""
+        return self._is_away and was_zeroed(piece)
+
     def _launch_ready(self) -> None:
         while self._position < len(self._buckets):
             for unit in self._buckets[self._position]:
@@ -112,32 +117,35 @@ class Gradients:
             self._land()
         while self._flying and self._flying[0][0].is_done_within(0.0):
             self._land()
-        sources, sinks, num_bytes = [], [], 0
-        for unit in bucket:
-            arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
-            self._launched.add(unit.index)
-            self._events.emit("reduce", unit.name)
-            sources.append(_LocalGrad(unit, arrived))
-            is_held = adds or any(piece.master.grad is not None for piece in unit.pieces)
-            ready = self._offload.lend_grad(unit, accumulates=is_held) if self._is_away else None
-            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, adds, ready))
-            num_bytes += sum(_num_bytes(grad) for grad in arrived.values())
-        lengths = [unit.layout.shard_numel for unit in bucket]
-        first = bucket[0]
+        num_bytes = sum(_num_bytes(grad) for unit in bucket for grad in self._arrived[unit.index].values())
         try:
-            ticket = self._transport.reduce(
-                first.index,
-                sum(lengths),
-                first.dtypes.reduce,
-                sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
-                sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
-            )
+            ticket = self._start(bucket, adds)
         except BaseException:
             self._ledger.give(self._tier, Kind.GRAD, num_bytes)
             for unit in bucket if self._is_away else ():
                 self._offload.drop_grad(unit)
             raise
         self._flying.append((ticket, bucket, num_bytes))
+
+    def _start(self, bucket: Sequence[Unit], adds: bool) -> Ticket:
+        sources, sinks = [], []
+        for unit in bucket:
+            arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
+            self._launched.add(unit.index)
+            self._events.emit("reduce", unit.name)
+            sources.append(_LocalGrad(unit, arrived))
+            held = {p.piece.slot_index for p in unit.pieces if adds or (p.master.grad is not None and not self._was_zeroed(p))}
+            ready = self._offload.lend_grad(unit, accumulates=bool(held)) if self._is_away else None
+            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, held, ready))
+        lengths = [unit.layout.shard_numel for unit in bucket]
+        first = bucket[0]
+        return self._transport.reduce(
+            first.index,
+            sum(lengths),
+            first.dtypes.reduce,
+            sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
+            sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
+        )
 
     def _land(self) -> None:
         """Wait for the oldest reduction; the local gradients it held are gone then."""
@@ -181,6 +189,8 @@ class Gradients:
         used, late, anyone_has_any, stall_percent = self._agree(used_here, has_any, stall_percent)
         if anyone_has_any:
             self._launch_rest()
+        while late and self._is_away and self._flying:
+            self._land()  # a Unit's gradient is lent once at a time
         for index in late:
             self._launch([self._units[index]], adds=True)
         while self._flying:
@@ -223,7 +233,7 @@ class Gradients:
         self._held[unit.index] |= slots
         if self._is_away:
             for piece in unit.pieces:
-                if piece.piece.slot_index in slots and piece.master.grad is None:
+                if piece.piece.slot_index in slots and (piece.master.grad is None or self._was_zeroed(piece)):
                     piece.master.grad = torch.zeros((), dtype=piece.master.dtype, device=unit.device).expand(piece.piece.numel)
             return
         grad = unit.grad_memory()
@@ -251,6 +261,10 @@ class Gradients:
             arrived.clear()
         self._next_order = self._order
         self._reset()
+        try:
+            self._offload.settle()
+        except Exception as error:
+            failed = failed or error
         if failed is not None:
             raise failed
 
@@ -291,7 +305,7 @@ class Gradients:
             if any(p.master.grad is not None for p in unit.pieces):
                 with self._offload.resident_grad(unit) as whole:
                     for p in unit.pieces:
-                        if p.master.grad is not None:
+                        if p.master.grad is not None and not self._was_zeroed(p):
                             start = p.piece.shard_start
                             grad = p.master.grad if whole is None or not self._is_away else whole[start : start + p.piece.numel]
                             yield self._flags[unit.index, p.piece.slot_index], grad
@@ -306,7 +320,7 @@ class Gradients:
             return
         for index, unit in self._units.items():
             for number, piece in enumerate(unit.pieces):
-                if piece.master.grad is not None:
+                if piece.master.grad is not None and not was_zeroed(piece):
                     yield self._sums[index][number]
 
     def scale(self, factor: torch.Tensor) -> None:
@@ -385,14 +399,14 @@ class _LocalGrad:
 class _GradShard:
     """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
 
-    def __init__(self, unit: Unit, divisor: float, adds: bool, ready: Ticket | None) -> None:
-        """What was accumulated before is there when `ready` has ended."""
+    def __init__(self, unit: Unit, divisor: float, held: set[int], ready: Ticket | None) -> None:
+        """Slots in `held` accumulate; what they had before is there when `ready` has ended."""
         grad = unit.grad_memory()
         self._ready = ready
         self._layout = unit.layout
         self._own = unit.rank * unit.layout.shard_numel
         self._mine = grad[self._own - unit.span.start : self._own - unit.span.start + unit.layout.shard_numel]
-        self._held = {piece.piece.slot_index for piece in unit.pieces if adds or piece.master.grad is not None}
+        self._held = held
         self._is_all_held = len(self._held) == len(unit.pieces)
         self._divisor = divisor
 

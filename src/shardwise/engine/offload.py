@@ -22,7 +22,7 @@ from shardwise.comm import Transport, World, own_slice
 from shardwise.config import Offload
 from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
 from shardwise.observe import format_bytes
-from shardwise.optim import Region, StreamedStep, long_states
+from shardwise.optim import Region, StreamedStep, can_update, long_states
 from shardwise.partition import Unit
 from shardwise.ticket import Deferred, Ticket
 from shardwise.tiers import ALIGNMENT, Buffer, Buffers, DiskFile, Kind, Ledger, Shelf, Tier, whole_quanta
@@ -46,7 +46,7 @@ class Offloading:
         """What a Unit's gradient on disk is multiplied by when it comes up: clipping."""
         self._region_of: dict[int, Region] = {}
         self._evictions: deque[tuple[int, Ticket, Buffer]] = deque()
-        self._lent: dict[int, Buffer] = {}  # gradients being formed, by Unit
+        self._lent: dict[int, tuple[Buffer, Ticket | None]] = {}  # gradients being formed, and what is fetched into them
         self._here: set[int] = set()  # Units whose shard or masters are in memory for a while
         self.states: dict[str, torch.dtype] = {}
         """The optimizer's piece-long states, known if anything is offloaded."""
@@ -129,14 +129,13 @@ class Offloading:
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> StreamedStep | None:
         """Stream this optimizer's step, if anything it touches is on disk or the update is asked for in host memory."""
-        if self.asked.is_idle or (self.asked.optimizer == "device" and not self.asked.uses_disk):
-            return None
         trainable = [region for region in self.regions if region.units[0].is_trainable]
+        is_native = self.asked.optimizer != "device" and can_update(optimizer, {region.dtype for region in trainable})
+        if not (self.asked.uses_disk or is_native):
+            return None  # everything is in memory, and torch's own step is the way
         step = StreamedStep(
             optimizer, trainable, self.buffers, self._ledger, self.asked.step_bytes, self.states, self.grad_factors
         )
-        if not self.asked.uses_disk and not step.is_native:
-            return None  # everything is in memory, and torch's own step is the way
         self.step = step
         return step
 
@@ -154,7 +153,7 @@ class Offloading:
         buffer = self.buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
         ready = shelf.fetch(buffer.raw, start)
         shard = buffer.as_vector(shelf.dtype, own.numel())
-        return _Returning(transport.gather(unit.index, shard, full, ready), lambda: self.buffers.give(buffer))
+        return _Returning(transport.gather(unit.index, shard, full, ready), ready, lambda: self.buffers.give(buffer))
 
     @contextlib.contextmanager
     def resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
@@ -192,12 +191,13 @@ class Offloading:
         while len(self._evictions) >= MAX_EVICTIONS or any(index == unit.index for index, _, _ in self._evictions):
             self._finish_eviction()
         buffer = self.buffers.take(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
-        self._lent[unit.index] = buffer
+        self._lent[unit.index] = (buffer, None)
         grad = unit.grad = buffer.as_vector(shelf.dtype, unit.span.numel)
-        factors = self.grad_factors.pop(unit.index, [])
         if not accumulates:
             return None
+        factors = list(self.grad_factors.get(unit.index, ()))
         fetched = shelf.fetch(buffer.raw, shelf.starts[unit.index])
+        self._lent[unit.index] = (buffer, fetched)
 
         def finish() -> None:
             fetched.wait()
@@ -210,15 +210,20 @@ class Offloading:
         """The reduction has ended: send the gradient down."""
         shelf = self._region_of[unit.index].grad
         assert shelf is not None
-        buffer = self._lent.pop(unit.index)
+        buffer, _ = self._lent.pop(unit.index)
         unit.grad = None
+        self.grad_factors.pop(unit.index, None)  # what comes now was formed from scaled values, or is new
         self._evictions.append((unit.index, shelf.evict(buffer.raw, shelf.starts[unit.index]), buffer))
 
     def drop_grad(self, unit: Unit) -> None:
         """The reduction failed: keep what is on disk."""
         if unit.index in self._lent:
-            self.buffers.give(self._lent.pop(unit.index))
+            buffer, fetched = self._lent.pop(unit.index)
             unit.grad = None
+            if fetched is not None:
+                with contextlib.suppress(DiskError):
+                    fetched.wait()
+            self.buffers.give(buffer)
 
     def _finish_eviction(self) -> None:
         _, ticket, buffer = self._evictions.popleft()
@@ -276,10 +281,11 @@ class Offloading:
 
 
 class _Returning(Ticket):
-    """A gather whose buffer is given back when it has ended."""
+    """A gather whose buffer is given back when it has ended, and the read that filled it."""
 
-    def __init__(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
+    def __init__(self, ticket: Ticket, ready: Ticket, give_back: Callable[[], None]) -> None:
         self._ticket = ticket
+        self._ready = ready
         self._give_back: Callable[[], None] | None = give_back
 
     @property
@@ -295,4 +301,6 @@ class _Returning(Ticket):
         finally:
             if self._give_back is not None:
                 give_back, self._give_back = self._give_back, None
+                with contextlib.suppress(DiskError):  # told by the gather; here only that it has ended counts
+                    self._ready.wait()
                 give_back()

@@ -295,7 +295,7 @@ class Runtime:
             self.events.emit("drop", self.units[index].name)
             self.units[index].cancel_gather()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Something other than the expected pass comes next: hold nothing that was started early."""
         if self.runner is not None:
             self.runner.stop()
@@ -396,7 +396,7 @@ class Runtime:
     def _start_afresh(self) -> None:
         """A forward, backward or load was cut short by an exception: drop what it left open."""
         was_in_backward, self._in_backward = self._in_backward, False
-        self._settle()
+        self.settle()
         if was_in_backward:
             self.gradients.abandon()
         self._scaled.clear()
@@ -427,7 +427,7 @@ class Runtime:
             )
         if self._in_backward or self._frames or self._loading is not None:
             self._start_afresh()
-        self._settle()
+        self.settle()
         for unit in self.units:
             if unit.was_written_past_masters():
                 raise ModelError(
@@ -443,12 +443,13 @@ class Runtime:
             self._skips_step = not self.gradients.is_finite()
             if self._skips_step:
                 self.gradients.clear()
+        self.offload.settle()
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
 
     def after_closure(self) -> None:
         """The closure that the optimizer called may have run forward passes: nobody updates before all have ended."""
-        self._settle()
+        self.settle()
         self._fence()
 
     def _fence(self) -> None:
@@ -514,7 +515,7 @@ class Runtime:
         """Keep Units gathered; on leaving, write in-place changes back to the shards."""
         versions: dict[int, list[int]] = {}
         self._num_gathered_contexts += 1
-        self._settle()
+        self.settle()
         try:
             self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
             for unit in units:
@@ -557,7 +558,7 @@ class Runtime:
     def _full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         if shard.numel() == unit.layout.numel:
             return shard
-        self._settle()
+        self.settle()
         full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         self.transport.gather(unit.index, shard, full).wait()
         return full
@@ -567,7 +568,7 @@ class Runtime:
         if self._loading is not None and not prefix:
             self._start_afresh()  # the load before this one raised
         if self._loading is None:
-            self._settle()
+            self.settle()
             self.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1

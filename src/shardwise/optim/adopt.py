@@ -87,17 +87,27 @@ def _listen(
 ) -> None:
     """Be told of every step: before it, after its closure, after it. `stream`, if given, does the update instead of the body."""
     whole: list[list[nn.Parameter]] = []
+    depth = 0  # a subclass's step may call its parent's, which announces itself too
 
     def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        nonlocal depth
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if stream is not None:
+            depth += 1
+            if depth > 1:
+                return None
         before_step(closure is not None)
         if stream is not None:
             loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                after_closure()
-            stream()
+            try:
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                    after_closure()
+                stream()
+            except BaseException:
+                depth = 0
+                raise
             whole[:] = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = []  # the body finds nothing left to do
@@ -113,10 +123,24 @@ def _listen(
         return (args[0],), {**kwargs, "closure": followed}
 
     def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal depth
         if stream is not None:
+            depth -= 1
+            if depth > 0:
+                return
             for group, params in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = params
         after_step()
+
+    def refuse(*_: Any) -> None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}: states that stream are not in the optimizer, so its state_dict() would be incomplete "
+            "and a loaded one ignored. Saving them is not built yet; run.full_state_dict() has the parameters."
+        )
+
+    if stream is not None:
+        optimizer.register_state_dict_pre_hook(refuse)
+        optimizer.register_load_state_dict_pre_hook(refuse)
 
     optimizer.register_step_pre_hook(pre)
     optimizer.register_step_post_hook(post)

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.errors import DiskError, OptimizerError
 from shardwise.optim import adam
 from shardwise.optim.elementwise import clone_optimizer, fresh_state
-from shardwise.optim.states import Portion, Region, Run, cut
+from shardwise.optim.states import Portion, Region, Run, cut, was_zeroed
 from shardwise.partition import Unit, UpdatePiece
 from shardwise.ticket import Ticket
 from shardwise.tiers import Buffer, Buffers, Kind, Ledger, Shelf, Tier
@@ -34,27 +34,30 @@ def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
     Raises OptimizerError if two parameters that are updated by two calls of the step's body, as portions are, come out otherwise
     than by one: an optimizer that counts its calls would.
     """
-    together, apart = _trial(optimizer, [(0, 1)]), _trial(optimizer, [(0,), (1,)])
-    for one, other in zip(together[1], apart[1], strict=True):
-        if not torch.equal(one, other):
+    found: dict[str, torch.dtype] = {}
+    for group in range(len(optimizer.param_groups)):
+        together, apart = _trial(optimizer, group, [(0, 1)]), _trial(optimizer, group, [(0,), (1,)])
+        found |= together[0]
+        if not all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True)):
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot stream: parameters updated by two calls of step() came out otherwise than by "
                 "one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
             )
-    return together[0]
+    return found
 
 
 def _trial(
-    optimizer: torch.optim.Optimizer, calls: Sequence[tuple[int, ...]]
+    optimizer: torch.optim.Optimizer, group: int, calls: Sequence[tuple[int, ...]]
 ) -> tuple[dict[str, torch.dtype], list[nn.Parameter]]:
-    """Three steps of two small parameters, `calls` of them at a time: the long states of the first, and both."""
+    """Three steps of two small parameters of a group, `calls` of them at a time: the long states of the first, and both."""
     params = [nn.Parameter(torch.linspace(-1.0, 1.0, 7) + number) for number in range(2)]
-    trial = clone_optimizer(optimizer, [list(params)] + [[] for _ in optimizer.param_groups[1:]])
-    if "lr" in trial.param_groups[0]:
-        trial.param_groups[0]["lr"] = 0.1  # the user's may be zero now, in a warm-up
+    trial = clone_optimizer(optimizer, [list(params) if n == group else [] for n in range(len(optimizer.param_groups))])
+    mine = trial.param_groups[group]
+    if "lr" in mine:
+        mine["lr"] = 0.1  # the user's may be zero now, in a warm-up
     for step in range(3):
         for chosen in calls:
-            trial.param_groups[0]["params"] = [params[number] for number in chosen]
+            mine["params"] = [params[number] for number in chosen]
             for number in chosen:
                 params[number].grad = torch.linspace(0.5, 2.0, 7) * (step + 1)
             trial.step()
@@ -66,17 +69,28 @@ def _trial(
 class _Set:
     """Buffers for one portion of a Region, one per shelf it moves through."""
 
-    def __init__(self, buffers: Buffers, shelves: Sequence[Shelf], most_numel: int) -> None:
-        self.buffers: dict[int, Buffer] = {id(shelf): buffers.take(most_numel * shelf.dtype.itemsize) for shelf in shelves}
+    def __init__(self) -> None:
+        self.buffers: dict[int, Buffer] = {}
         self.tickets: list[Ticket] = []
+
+    def take(self, buffers: Buffers, shelves: Sequence[Shelf], most_numel: int) -> None:
+        for shelf in shelves:
+            self.buffers[id(shelf)] = buffers.take(most_numel * shelf.dtype.itemsize)
 
     def vector(self, shelf: Shelf, numel: int) -> torch.Tensor:
         return self.buffers[id(shelf)].as_vector(shelf.dtype, numel)
 
     def wait(self) -> None:
+        """Return when nothing moves any more; raise the first error then."""
         tickets, self.tickets = self.tickets, []
+        failed: DiskError | None = None
         for ticket in tickets:
-            ticket.wait()
+            try:
+                ticket.wait()
+            except DiskError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 class StreamedStep:
@@ -130,8 +144,12 @@ class StreamedStep:
     def _stream(self, region: Region, portions: Sequence[Portion]) -> None:
         reads, writes = self._shelves(region)
         most = max(portion.numel for portion in portions)
-        sets = [_Set(self._buffers, list({id(s): s for s in (*reads, *writes)}.values()), most) for _ in range(NUM_SETS)]
+        shelves = list({id(shelf): shelf for shelf in (*reads, *writes)}.values())
+        sets: list[_Set] = []
         try:
+            for _ in range(NUM_SETS):
+                sets.append(_Set())
+                sets[-1].take(self._buffers, shelves, most)
             for number in range(-1, len(portions)):
                 if number + 1 < len(portions):
                     self._fetch(sets[(number + 1) % NUM_SETS], portions[number + 1], reads)
@@ -145,9 +163,8 @@ class StreamedStep:
                 held.wait()
         finally:
             for held in sets:  # also after an error: nothing may still be moving when the buffers are lent again
-                for ticket in held.tickets:
-                    with contextlib.suppress(DiskError):
-                        ticket.wait()
+                with contextlib.suppress(DiskError):
+                    held.wait()
                 for buffer in held.buffers.values():
                     self._buffers.give(buffer)
 
@@ -180,6 +197,8 @@ class StreamedStep:
         ]
         with torch.no_grad():
             for part in parts:
+                if region.grad is not None and was_zeroed(part.update):
+                    part.grad.zero_()
                 for factor in self._grad_factors.get(part.unit.index, ()):
                     part.grad.mul_(factor)
             if self.is_native:

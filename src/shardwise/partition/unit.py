@@ -243,11 +243,9 @@ class Unit:
 
     def publish_part(self, low: int, masters: torch.Tensor) -> None:
         """The same for new masters of the span's elements from `low` on."""
-        if self.span.numel == self.layout.shard_numel:
-            self.shard[low : low + masters.numel()].copy_(masters)
-            return
-        self.full[low : low + masters.numel()].copy_(masters.to(self.dtypes.stored))
-        self._store_part(self.shard, self.rank * self.layout.shard_numel, low, masters)
+        if self.is_always_full and self.span.numel == self.layout.numel:  # nobody gathers after the step
+            self.full[low : low + masters.numel()].copy_(masters.to(self.dtypes.stored))
+        self._store_part(self.shard, self.rank * self.layout.shard_numel, self.span.start + low, masters)
 
     def _full_tensor(self) -> torch.Tensor | None:
         return None if self._full is None else self._full.tensor

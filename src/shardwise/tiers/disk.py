@@ -24,6 +24,7 @@ from shardwise.errors import DiskError
 from shardwise.observe import format_bytes, pause
 from shardwise.ticket import Ticket
 from shardwise.tiers.io import File, IoEngine, make_engine
+from shardwise.tiers.memory import HUGE_PAGE_BYTES, MappedBuffer
 
 ALIGNMENT = 4096
 """Of offsets, lengths and addresses, as direct input and output needs them."""
@@ -37,10 +38,14 @@ def aligned(num_bytes: int) -> int:
 
 
 def aligned_memory(num_bytes: int) -> torch.Tensor:
-    """Private memory that starts on a page and is whole pages, as bytes; pages appear as they are written."""
+    """Private memory that starts on a page and is whole pages, as bytes; pages appear as they are written.
+
+    Large ones are MappedBuffers, huge pages where there are any: direct access pins every page it moves.
+    """
     size = max(aligned(num_bytes), ALIGNMENT)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    if size >= HUGE_PAGE_BYTES:
+        return MappedBuffer(size, torch.uint8).tensor
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 class DiskFile:
@@ -76,6 +81,7 @@ class DiskFile:
 
     def reserve(self, num_bytes: int) -> int:
         """Allocate a range of whole blocks and return its offset."""
+        assert self._finalizer.alive, "reserved after close"
         length = aligned(num_bytes)
         self.require(length)
         offset = self.size

@@ -97,10 +97,11 @@ class NativeIo(IoEngine):
         self._handle = library.sw_io_open(num_threads, block_bytes, delay_us)
         if not self._handle:
             raise DiskError(errno.EAGAIN, f"the disk engine could not start {num_threads} threads.")
-        self._finalizer = weakref.finalize(self, library.sw_io_close, self._handle)
 
     def start(self, file: File, memory: torch.Tensor, offset: int, *, writes: bool) -> Ticket:
         """Queue one request."""
+        if self._handle is None:
+            raise _closed(file)
         length = memory.numel() * memory.element_size()
         number = self._library.sw_io_submit(self._handle, file.descriptor, writes, memory.data_ptr(), offset, length)
         if number < 0:
@@ -109,6 +110,8 @@ class NativeIo(IoEngine):
 
     def wait(self, number: int, timeout_s: float) -> tuple[int, int, int] | None:
         """(errno, offset, length) of a request, or None if it is still under way."""
+        if self._handle is None:  # it has ended, and nobody asked how while that was known
+            return errno.ESHUTDOWN, 0, 0
         error, at, length = ctypes.c_int(), ctypes.c_int64(), ctypes.c_int64()
         if self._library.sw_io_wait(self._handle, number, timeout_s, error, at, length) == 1:
             return None
@@ -117,11 +120,21 @@ class NativeIo(IoEngine):
 
     def drain(self) -> None:
         """Wait until the queue is empty and no thread is busy."""
-        self._library.sw_io_drain(self._handle)
+        if self._handle is not None:
+            self._library.sw_io_drain(self._handle)
 
     def close(self) -> None:
-        """End the threads after the last request."""
-        self._finalizer()
+        """Finish what is queued, end the threads and forget the engine: tickets may outlive it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.sw_io_close(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _closed(file: File) -> DiskError:
+    return DiskError(errno.EBADF, f"{file.path} is closed: run.close() gave its space back, and states on disk went with it.")
 
 
 class _NativeRequest(_Request):
@@ -146,7 +159,7 @@ class _NativeRequest(_Request):
             raise self._failure
 
     def __del__(self) -> None:
-        if self._memory is not None:  # dropped without a wait: its memory must outlive the transfer
+        if getattr(self, "_memory", None) is not None:  # dropped without a wait: its memory must outlive the transfer
             self._look(-1.0)
 
 
@@ -158,10 +171,9 @@ class PythonIo(IoEngine):
     def __init__(self, num_threads: int, block_bytes: int, delay_us: int) -> None:
         self._block_bytes = block_bytes
         self._blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._num_under_way = 0
+        self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=_work_off, args=(self._blocks, self._idle, delay_us, n), name="shardwise-io", daemon=True)
+            threading.Thread(target=_work_off, args=(self._blocks, self._lock, delay_us, n), name="shardwise-io", daemon=True)
             for n in range(num_threads)
         ]
         for thread in self._threads:
@@ -171,6 +183,8 @@ class PythonIo(IoEngine):
 
     def start(self, file: File, memory: torch.Tensor, offset: int, *, writes: bool) -> Ticket:
         """Queue one request, block by block."""
+        if not self._finalizer.alive:
+            raise _closed(file)
         length = memory.numel() * memory.element_size()
         request = _PythonRequest(file, memory, offset, writes, -(-length // self._block_bytes))
         self._requests.add(request)
@@ -229,7 +243,7 @@ def _end(blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None
 
 
 def _work_off(
-    blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None], lock: threading.Condition, delay_us: int, seed: int
+    blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None], lock: threading.Lock, delay_us: int, seed: int
 ) -> None:
     naps = random.Random(seed)
     while (block := blocks.get()) is not None:
