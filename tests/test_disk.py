@@ -80,13 +80,14 @@ def test_neighbours_are_merged_and_still_complete_one_by_one(disk: DiskFile) -> 
 
 
 def test_a_ticket_keeps_its_memory_until_the_transfer_has_ended(disk: DiskFile) -> None:
-    start = disk.reserve(1 << 20)
-    for seed in range(20):
+    starts = [disk.reserve(1 << 20) for _ in range(20)]
+    for seed, start in enumerate(starts):
         disk.write(noise(1 << 20, seed), start)  # neither ticket nor memory is kept here
     disk.engine.drain()
     found = aligned_memory(1 << 20)
-    disk.read(found, start).wait()
-    assert torch.equal(found, noise(1 << 20, 19))
+    for seed, start in enumerate(starts):
+        disk.read(found, start).wait()
+        assert torch.equal(found, noise(1 << 20, seed))
 
 
 def test_a_file_truncated_underneath_is_an_error_that_names_the_place(disk: DiskFile) -> None:

@@ -552,8 +552,8 @@ for step in range(int(sys.argv[2])):
 """
 
 
-def start(path: Path, steps: int) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+def start(path: Path, steps: int, **variables: str) -> subprocess.Popen[str]:
+    env = {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, **variables}
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(VICTIM), str(path), str(steps)], stdout=subprocess.PIPE, text=True, env=env
     )
@@ -583,3 +583,9 @@ def test_a_run_that_was_killed_leaves_nothing_and_disturbs_nobody(tmp_path: Path
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def test_without_the_native_library_everything_works_and_gives_the_same_numbers(tmp_path: Path) -> None:
+    with_it, _ = start(tmp_path, 3).communicate(timeout=120)
+    without, _ = start(tmp_path, 3, SHARDWISE_NATIVE="0").communicate(timeout=120)
+    assert with_it == without and with_it.count("\n") == 3
