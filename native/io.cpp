@@ -48,10 +48,17 @@ struct Block {
 class Engine {
  public:
   Engine(int num_threads, int64_t block_bytes, int64_t delay_us) : block_bytes_(block_bytes), delay_us_(delay_us) {
-    for (int number = 0; number < num_threads; ++number) threads_.emplace_back([this, number] { work(number); });
+    try {
+      for (int number = 0; number < num_threads; ++number) threads_.emplace_back([this, number] { work(number); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
-  ~Engine() {
+  ~Engine() { end(); }
+
+  void end() {
     {
       std::lock_guard<std::mutex> hold(mutex_);
       ends_ = true;

@@ -11,6 +11,7 @@ import errno
 import os
 import queue
 import random
+import sys
 import threading
 import time
 import weakref
@@ -130,7 +131,8 @@ class NativeIo(IoEngine):
             self._library.sw_io_close(handle)
 
     def __del__(self) -> None:
-        self.close()
+        if not sys.is_finalizing():  # the process ends, and its threads with it
+            self.close()
 
 
 def _closed(file: File) -> DiskError:
