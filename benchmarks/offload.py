@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fio
-from ranks import free_port, rank_environment
+from ranks import run_ranks
 
 SHAPES = {
     "124m": dict(layers=12, heads=12, hidden=768),
@@ -92,23 +91,10 @@ def main() -> None:
 
 
 def launch(worker: str, args: argparse.Namespace, ranks: int, directory: Path) -> list[dict]:
-    port = free_port()
     outs = [directory / f"{worker}-{rank}.json" for rank in range(ranks)]
     command = [sys.executable, __file__, f"--worker={worker}", f"--shape={args.shape}", f"--place={args.place}"]
     command += [f"--steps={args.steps}", f"--directory={directory}", *(["--deepspeed-bf16"] if args.deepspeed_bf16 else [])]
-    processes = [
-        subprocess.Popen([*command, f"--out={out}"], env=rank_environment(rank, ranks, port)) for rank, out in enumerate(outs)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=args.timeout_s)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in processes):
-        sys.exit(f"{worker} failed")
+    run_ranks([[*command, f"--out={out}"] for out in outs], args.timeout_s, worker)
     return [json.loads(out.read_text()) for out in outs]
 
 

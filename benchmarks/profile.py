@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import SHAPES
-from ranks import free_port, rank_environment
+from ranks import run_ranks
 
 CONFIGURATIONS = {
     "shared memory": dict(transport="shared"),
@@ -84,25 +83,11 @@ def hook_cell(rounds: list[list[float]], steps: int) -> str:
 
 
 def launch(name: str, args: argparse.Namespace) -> dict:
-    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         outs = [Path(directory) / f"rank-{rank}.json" for rank in range(args.ranks)]
         command = [sys.executable, __file__, "--worker", name, f"--stage={args.stage}", f"--shape={args.shape}"]
         command += [f"--steps={args.steps}", f"--batch={args.batch}", f"--sequence={args.sequence}"]
-        processes = [
-            subprocess.Popen([*command, f"--out={out}"], env=rank_environment(rank, args.ranks, port))
-            for rank, out in enumerate(outs)
-        ]
-        try:
-            for process in processes:
-                process.wait(timeout=args.timeout_s)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if any(process.returncode for process in processes):
-            sys.exit(f"{name} failed")
+        run_ranks([[*command, f"--out={out}"] for out in outs], args.timeout_s, name)
         ranks = [json.loads(out.read_text()) for out in outs]
     steps = [
         {key: statistics.mean(rank["steps"][number][key] for rank in ranks) for key in ranks[0]["steps"][number]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,24 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def run_ranks(commands: list[list[str]], timeout_s: float, what: str) -> None:
+    """One process per command, as the ranks of one launch; ends them all, and the benchmark if one fails."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(command, env=rank_environment(rank, len(commands), port)) for rank, command in enumerate(commands)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=timeout_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        sys.exit(f"{what} failed")
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -3,7 +3,8 @@
 A full vector whose shards are whole pages is a mapping over the ranks' own shards: gathering it moves nothing at all. Other
 full vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and
 neither can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, hand constant-size
-chunks through mailboxes on one lane, in the order in which they were started.
+chunks through mailboxes on one lane, in the order in which they were started; where shards live on disk, gathers have mailboxes
+and a lane of their own.
 """
 
 from __future__ import annotations

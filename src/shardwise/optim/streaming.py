@@ -127,11 +127,6 @@ class StreamedStep:
             del optimizer.state[piece]
         self._grad_factors = grad_factors
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of piece-long states in memory."""
-        return sum(t.numel() * t.element_size() for t in self._kept.values())
-
     def __call__(self) -> None:
         """One step."""
         groups = self._optimizer.param_groups
