@@ -12,7 +12,8 @@ from shardwise.observe import format_bytes, process_memory
 from shardwise.planner import UnitSize, gpt_activation_bytes, plan_memory
 from shardwise.testing import RankPool
 from shardwise.testing.models import GPT, GPTConfig
-from shardwise.tiers import Kind, Ledger, Tier, make_full_buffer
+from shardwise.tiers import Heap, Kind, Ledger, SparePages, Tier, make_full_buffer
+from shardwise.tiers.heap import RETURN_EVERY_BYTES
 
 MB = 1 << 20
 
@@ -28,6 +29,87 @@ def test_discarded_buffers_leave_memory_and_views_come_back() -> None:
         assert bool((view == round_number + 1).all())
         buffer.discard()
         assert process_memory().anonymous - before < 4 * MB
+
+
+def test_pages_go_from_one_buffer_to_the_next_and_leave_zeros() -> None:
+    ledger = Ledger()
+    spare = SparePages(32 * MB, ledger)
+    large, small, odd = (make_full_buffer(n * MB // 4, torch.float32, torch.device("cpu"), spare) for n in (24, 10, 15))
+    for value in (1.0, 2.0, 3.0):  # the second round finds ranges that are made of several
+        large.claim()
+        large.tensor.fill_(value)
+        large.discard()
+        assert spare.num_bytes == ledger.now(Tier.HOST) == 24 * MB and large.is_untouched()
+        small.claim()
+        assert spare.num_bytes == 14 * MB and bool((small.tensor == value).all()), "contents came with the pages"
+        odd.claim()
+        assert spare.num_bytes == 0 and bool((odd.tensor[: 14 * MB // 4] == value).all())
+        assert odd.tensor[14 * MB // 4 :].count_nonzero() == 0
+        small.tensor.fill_(7.0)
+        small.discard()
+        odd.discard()
+        assert spare.num_bytes == 14 * MB, "the last one's whole huge pages only"
+        assert small.is_untouched() and odd.is_untouched()
+
+
+def test_pages_are_given_back_when_asked_when_limited_and_when_something_failed() -> None:
+    ledger = Ledger()
+    spare = SparePages(32 * MB, ledger)
+    buffer = make_full_buffer(16 * MB // 4, torch.float32, torch.device("cpu"), spare)
+    before = process_memory().anonymous
+
+    def resident() -> int:
+        return process_memory().anonymous - before
+
+    for how in ("drop", "limit", "not quiet", "no room"):
+        ledger.limit(Tier.HOST, 20 * MB if how != "no room" else 1 * MB)
+        buffer.claim()
+        buffer.tensor.fill_(1.0)
+        assert resident() > 15 * MB
+        buffer.discard(is_quiet=how != "not quiet")
+        if how == "drop":
+            assert resident() > 15 * MB
+            spare.drop()
+        elif how == "limit":
+            assert ledger.now(Tier.HOST) == 16 * MB
+            ledger.take(Tier.HOST, Kind.GRAD, 10 * MB)  # more than there is beside what is parked
+            ledger.give(Tier.HOST, Kind.GRAD, 10 * MB)
+        assert resident() < 2 * MB and ledger.now(Tier.HOST) == 0 and spare.num_bytes == 0
+
+
+def test_without_the_kernels_help_pages_come_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+
+    from shardwise.tiers import pages
+
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(38)
+        return -1
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = pages._libc().mmap.argtypes
+    monkeypatch.setattr(libc, "mremap", refuse)
+    monkeypatch.setattr(pages, "_libc", lambda: libc)
+    spare = SparePages(32 * MB, Ledger())
+    buffer = make_full_buffer(16 * MB // 4, torch.float32, torch.device("cpu"), spare)
+    for _ in range(2):
+        buffer.claim()
+        assert buffer.tensor.count_nonzero() == 0
+        buffer.tensor.fill_(1.0)
+        buffer.discard()
+        assert spare.num_bytes == 0 and buffer.is_untouched()
+
+
+def test_the_heap_gives_back_what_was_freed() -> None:
+    before = process_memory().anonymous
+    vectors = [torch.ones(16 * 1024) for _ in range(2000)]  # 64 KB each: from the heap
+    assert process_memory().anonymous - before > 100 * MB
+    last = vectors[-1]
+    del vectors
+    heap = Heap()
+    heap.freed(RETURN_EVERY_BYTES)
+    assert process_memory().anonymous - before < 60 * MB and bool(last.all())
 
 
 def test_the_ledger_counts_peaks_and_refuses_nonsense() -> None:

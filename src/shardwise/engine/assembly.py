@@ -34,7 +34,7 @@ from shardwise.partition import (
     make_layout,
     storage_stride,
 )
-from shardwise.tiers import Ledger
+from shardwise.tiers import Heap, Ledger
 
 
 def assemble(
@@ -72,12 +72,15 @@ def assemble(
     constructions = {
         id(handle.unit.owner): handle.unit.owner for i in infos if (handle := getattr(i.param, "_shardwise", None)) is not None
     }
+    heap = Heap()
     for unit, spec, vector in zip(units, specs, memory, strict=True):
         unit.allocate(vector, transport.overlay(unit.index, vector) if unit.can_overlay else None)
         with offload.resident(unit, keeps_changes=True, is_new=True):
             _fill_unit(unit, spec)
+        heap.freed(unit.full_bytes)
     for construction in constructions.values():
         construction.release()
+    heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
     if optimizer is not None:

@@ -26,7 +26,7 @@ from shardwise.engine.digest import digest
 from shardwise.engine.window import Window
 from shardwise.errors import ShardwiseError
 from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
-from shardwise.tiers import Buffers, DiskFile, Kind, Ledger, Shelf
+from shardwise.tiers import Buffers, DiskFile, Heap, Kind, Ledger, Shelf
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
@@ -50,6 +50,7 @@ class Construction:
         self._disk = DiskFile(offload.path or tempfile.gettempdir(), checks=offload.checks) if offload.params == "disk" else None
         self._shelves: dict[int, Shelf] = {}  # by Unit, if shards go to disk
         self._buffers = Buffers(self.ledger)
+        self._heap = Heap()
 
     # -- registration hooks -----------------------------------------------------------------------------------
 
@@ -109,6 +110,8 @@ class Construction:
                 unit.store(slot, value)
         self.digests[unit] = [digest(value) for value in values]
         unit.adopt()
+        del values
+        self._heap.freed(unit.full_bytes)
 
     @contextlib.contextmanager
     def _resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
@@ -158,6 +161,7 @@ class Construction:
                     "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
                 )
         gc.collect()  # parameters replaced by tying are cycles with their Units
+        self._heap.give_back()
 
     def touch(self, units: Sequence[Unit]) -> bool:
         """During construction every touch gathers."""

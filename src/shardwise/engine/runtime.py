@@ -42,7 +42,7 @@ from shardwise.optim.scaler import LossScaler
 from shardwise.partition import Handle, Unit, UnitState, flat_values
 from shardwise.schedule import Runner
 from shardwise.ticket import Ticket
-from shardwise.tiers import Ledger
+from shardwise.tiers import Ledger, SparePages
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -100,6 +100,7 @@ class Runtime:
         self._loading_depth = 0
         self._skips_step = False
         self.runner: Runner | None = None
+        self.spare_pages: SparePages | None = None
         self._tickets: dict[int, Ticket] = {}  # gathers started early, by Unit
         self._stall_s = 0.0
         self._step_began = self._update_began = time.perf_counter()
@@ -115,6 +116,10 @@ class Runtime:
         self.units = units
         self.transport = transport
         sizes = {unit.index: unit.full_bytes for unit in units if not unit.is_always_full}
+        if sizes and self.world.device.type == "cpu":
+            self.spare_pages = SparePages(max(sizes.values()), self.ledger)
+            for unit in units:
+                unit.spare_pages = self.spare_pages
         if sizes and (transport.gathers_ahead or self.offload.params_are_away) and prefetch_bytes != 0:
             budget = max(sizes.values()) if prefetch_bytes is None else prefetch_bytes
             self.runner = Runner(sizes, budget, self._start_early, self._drop)
@@ -307,6 +312,8 @@ class Runtime:
             unit.free()
             if self.runner is not None and not self.transport.watch.has_failed:
                 self.runner.pump()
+            if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
+                self.spare_pages.drop()
 
     # -- backward ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes
-from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, OverlaidBuffer, Tier, make_full_buffer
+from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, OverlaidBuffer, SparePages, Tier, make_full_buffer
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
 
@@ -90,6 +90,7 @@ class Unit:
         self.grad: torch.Tensor | None = None
         self.shard_is_away = False  # the shard lives on another tier and is here only while lent
         self.master_is_away = False  # the same for masters that are not the stored parameters themselves
+        self.spare_pages: SparePages | None = None  # where pages of the full vector come from and go to
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
         self._classes = [managed_classes(type(p)) for p in params]
@@ -109,7 +110,7 @@ class Unit:
         """The full vector in the compute dtype; its contents count only while gathering or gathered."""
         if self._full is None:
             with torch.inference_mode(False):  # the first use may be an evaluation; training comes later
-                self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.device)
+                self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.device, self.spare_pages)
         return self._full.tensor
 
     @property
@@ -278,7 +279,7 @@ class Unit:
         """The gather failed: give the memory back."""
         check_move(self.name, self.state, UnitState.SHARDED)
         self.state = UnitState.SHARDED
-        self._give_up_full()
+        self._give_up_full(is_quiet=False)
 
     def expose(self) -> None:
         """The full vector is filled: point the module's parameters at it."""
@@ -313,10 +314,10 @@ class Unit:
         self.state = UnitState.SHARDED
         self._give_up_full()
 
-    def _give_up_full(self) -> None:
+    def _give_up_full(self, *, is_quiet: bool = True) -> None:
         assert self._full is not None
-        self._full.discard()
         self._ledger.give(self._tier, Kind.BUFFER, self._full.num_bytes)
+        self._full.discard(is_quiet=is_quiet)
 
     def was_written_while_freed(self) -> bool:
         """Whether an alias taken while gathered was written after the Unit was freed: such a write is lost."""

@@ -95,6 +95,11 @@ class Runner:
                 self._drop(entry[1])
         self._next = max((at + 1 for at, _ in self._started), default=position)
 
+    @property
+    def expects_more(self) -> bool:
+        """Whether the pass that runs, or the backward it leads to, has gathers ahead that were not started."""
+        return self._phase is not None and self._next < self._stop
+
     def pump(self) -> None:
         """Start what may be started now. Called when a Unit is in use or was freed."""
         if self._phase is None:

@@ -3,7 +3,7 @@
 Public names: `Ledger`, `Kind`, `Tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
 `OverlaidBuffer`, `make_full_buffer` (the memory of a gathered Unit); `DiskFile` (one rank's file, read and written in the
 background by the engine of `io`), `Shelf` (one kind of state of many Units on disk), `Buffers` (aligned memory that is
-used again).
+used again), `SparePages` (what a freed Unit leaves to the next), `Heap` (freed memory that is returned).
 
 Invariants: a FullBuffer keeps one storage object for life, so views saved by autograd are right again after the
 next gather; giving its pages back is exact, so resident memory is what the ledger says. What moves to and from disk passes
@@ -12,8 +12,10 @@ through few buffers, whatever the model's size.
 
 from shardwise.tiers.buffers import Buffer, Buffers
 from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
+from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer
+from shardwise.tiers.pages import SparePages
 from shardwise.tiers.shelf import QUANTUM, Shelf, whole_quanta
 
 __all__ = [
@@ -24,10 +26,12 @@ __all__ = [
     "DiskFile",
     "FixedBuffer",
     "FullBuffer",
+    "Heap",
     "Kind",
     "Ledger",
     "OverlaidBuffer",
     "Shelf",
+    "SparePages",
     "Tier",
     "aligned_memory",
     "make_full_buffer",

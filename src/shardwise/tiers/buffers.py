@@ -26,6 +26,7 @@ class Buffers:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
+        ledger.reclaim_with(self.drop_free)
 
     def take(self, num_bytes: int) -> Buffer:
         """The smallest free buffer that is large enough, or a new one; its contents are whatever they were."""
@@ -34,7 +35,7 @@ class Buffers:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [m for m in self._free if m is not memory]
         else:
-            self._drop_free()  # a larger one takes their place
+            self.drop_free()  # a larger one takes their place
             self._ledger.take(Tier.HOST, Kind.BUFFER, max(aligned(num_bytes), ALIGNMENT))
             memory = aligned_memory(num_bytes)
         return Buffer(memory, num_bytes)
@@ -43,7 +44,8 @@ class Buffers:
         """Take a buffer back."""
         self._free.append(buffer.memory)
 
-    def _drop_free(self) -> None:
+    def drop_free(self) -> None:
+        """Give back what is not lent."""
         for memory in self._free:
             self._ledger.give(Tier.HOST, Kind.BUFFER, memory.numel())
         self._free.clear()

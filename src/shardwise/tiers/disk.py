@@ -24,7 +24,8 @@ from shardwise.errors import DiskError
 from shardwise.observe import format_bytes, pause
 from shardwise.ticket import Ticket
 from shardwise.tiers.io import File, IoEngine, make_engine
-from shardwise.tiers.memory import HUGE_PAGE_BYTES, MappedBuffer
+from shardwise.tiers.memory import MappedBuffer
+from shardwise.tiers.pages import HUGE_PAGE_BYTES
 
 ALIGNMENT = 4096
 """Of offsets, lengths and addresses, as direct input and output needs them."""

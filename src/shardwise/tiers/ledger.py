@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import weakref
+from collections.abc import Callable
 
 from shardwise.errors import LifecycleError, MemoryBudgetError
 
@@ -35,14 +37,28 @@ class Ledger:
         self._tier_now = dict.fromkeys((t.value for t in Tier), 0)
         self._tier_peak = dict(self._tier_now)
         self._limits = dict.fromkeys((t.value for t in Tier), 1 << 62)
+        self._reclaims: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def limit(self, tier: Tier, num_bytes: int) -> None:
         """Refuse from here on what would go beyond."""
         self._limits[tier.value] = num_bytes
 
+    def reclaim_with(self, drop: Callable[[], None]) -> None:
+        """Before anything is refused, `drop` (a method) gives back what is only held for later use."""
+        self._reclaims.append(weakref.WeakMethod(drop))
+
+    def room(self, tier: Tier) -> int:
+        """Bytes that may still be taken."""
+        return self._limits[tier.value] - self._tier_now[tier.value]
+
     def take(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Count `num_bytes` as taken; raises before a limit is passed."""
         at = tier._value_
+        if self._tier_now[at] + num_bytes > self._limits[at]:
+            for reference in self._reclaims:
+                drop = reference()
+                if drop is not None:
+                    drop()
         if self._tier_now[at] + num_bytes > self._limits[at]:
             raise MemoryBudgetError(
                 f"{num_bytes} bytes of {kind.value} would take the {at} tier from {self._tier_now[at]} to "

@@ -8,7 +8,6 @@ documentation and has not been run on a GPU.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import mmap
 import os
@@ -18,8 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import LifecycleError
-
-HUGE_PAGE_BYTES = 2 << 20
+from shardwise.tiers.pages import HUGE_PAGE_BYTES, SparePages, map_over, whole_huge_pages
 
 
 class FullBuffer(ABC):
@@ -32,8 +30,11 @@ class FullBuffer(ABC):
         """Make the memory usable; its contents are undefined until written."""
 
     @abstractmethod
-    def discard(self) -> None:
-        """Give the memory back. The tensor must not be read until the next claim and write."""
+    def discard(self, *, is_quiet: bool = True) -> None:
+        """Give the memory back. The tensor must not be read until the next claim and write.
+
+        Not quiet: something that failed may still be writing to it.
+        """
 
     @abstractmethod
     def is_untouched(self) -> bool:
@@ -48,7 +49,7 @@ class FullBuffer(ABC):
 class MappedBuffer(FullBuffer):
     """A private anonymous mapping; discarded pages read as zero, so nothing here can crash the interpreter."""
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, spare: SparePages | None = None) -> None:
         size = max(numel * dtype.itemsize, 1)
         # Room to start on a huge-page boundary: the kernel only backs aligned 2 MiB ranges with huge pages.
         self._map = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -57,18 +58,29 @@ class MappedBuffer(FullBuffer):
         self._length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             # Whole huge pages only: a tail of small pages keeps resident bytes close to the size asked for.
-            self._map.madvise(mmap.MADV_HUGEPAGE, self._start, size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+            self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole_huge_pages(size))
         if numel:
             self.tensor = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._start)
         else:
             self.tensor = torch.empty(0, dtype=dtype)
+        self._spare = spare if size >= HUGE_PAGE_BYTES else None
+        self._extents: list[int] | None = None  # lengths of the whole huge pages, by where they came from, while claimed
 
     def claim(self) -> None:
-        """Pages appear as they are written."""
+        """Spare pages are moved here; what they do not fill appears as it is written."""
+        if self._spare is not None and self._extents is None:
+            whole = whole_huge_pages(self._length)
+            came = self._spare.lend(self.tensor.data_ptr(), whole)
+            self._extents = [*came, *([whole - sum(came)] if sum(came) < whole else [])]
 
-    def discard(self) -> None:
-        """Drop the pages; private anonymous memory, so the next read sees zeros."""
-        self._map.madvise(mmap.MADV_DONTNEED, self._start, self._length)
+    def discard(self, *, is_quiet: bool = True) -> None:
+        """Leave the pages to the next buffer or drop them; private anonymous memory, so the next read sees zeros."""
+        kept = 0
+        if self._spare is not None and self._extents is not None:
+            if is_quiet:
+                kept = self._spare.park(self.tensor.data_ptr(), self._extents)
+            self._extents = None
+        self._map.madvise(mmap.MADV_DONTNEED, self._start + kept, self._length - kept)
 
     def is_untouched(self) -> bool:
         """Discarded pages read as zero until someone writes."""
@@ -97,7 +109,7 @@ class OverlaidBuffer(FullBuffer):
         self.tensor = torch.frombuffer(self._map, dtype=dtype)
         self._address = self.tensor.data_ptr()
         for number, (file, start) in enumerate(ranges):
-            _map_over(self._address + number * length, length, file, start)
+            map_over(self._address + number * length, length, file, start)
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +119,7 @@ class OverlaidBuffer(FullBuffer):
     def claim(self) -> None:
         """It always shows the shards."""
 
-    def discard(self) -> None:
+    def discard(self, *, is_quiet: bool = True) -> None:
         """Drop pages that were written; there rarely are any, and looking costs a tenth of finding all pages again."""
         if not self.is_untouched():
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -133,19 +145,6 @@ def _pagemap(pid: int) -> int:
     return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _map_over(address: int, length: int, file: int, start: int) -> None:
-    """Let part of an existing mapping show a file: Python's mmap cannot be told an address."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if libc.mmap(address, length, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, start) != address:
-        raise OSError(ctypes.get_errno(), "shards cannot be mapped as one vector")
-
-
-_MAP_FIXED = 0x10
-
-
 class FixedBuffer(FullBuffer):
     """Memory that is there for life: the full vector of a Unit whose parameters are always whole."""
 
@@ -155,7 +154,7 @@ class FixedBuffer(FullBuffer):
     def claim(self) -> None:
         """It is always usable."""
 
-    def discard(self) -> None:
+    def discard(self, *, is_quiet: bool = True) -> None:
         """It never goes away."""
         raise LifecycleError("a full vector that is kept for life was discarded: a broken invariant.")
 
@@ -178,7 +177,7 @@ class ResizedBuffer(FullBuffer):
         if storage.nbytes() != self._size:
             storage.resize_(self._size)
 
-    def discard(self) -> None:
+    def discard(self, *, is_quiet: bool = True) -> None:
         """Return the block to the caching allocator, in stream order."""
         self.tensor.untyped_storage().resize_(0)
 
@@ -187,8 +186,8 @@ class ResizedBuffer(FullBuffer):
         return True
 
 
-def make_full_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> FullBuffer:
+def make_full_buffer(numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None) -> FullBuffer:
     """The right kind of buffer for a device."""
     if device.type == "cpu":
-        return MappedBuffer(numel, dtype)
+        return MappedBuffer(numel, dtype, spare)
     return ResizedBuffer(numel, dtype, device)

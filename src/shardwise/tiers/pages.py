@@ -1,0 +1,122 @@
+"""Pages that go from one freed Unit to the next gathered one: the kernel clears every page it hands out, these it does not.
+
+A freed Unit's pages are parked at an address of their own, and the next Unit to be gathered gets them moved under its address
+(`mremap` with MREMAP_DONTUNMAP, Linux 5.7). Addresses, and so tensors, stay; a freed Unit reads as zeros, as if its pages had
+been given back. Where the kernel refuses, pages are given back and come anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+
+from shardwise.tiers.ledger import Kind, Ledger, Tier
+
+HUGE_PAGE_BYTES = 2 << 20
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MOVE_PAGES = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+
+
+def whole_huge_pages(num_bytes: int) -> int:
+    """The part of a range, from its start on, that huge pages can hold."""
+    return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+class SparePages:
+    """The pages of the Unit that was freed last, until the next one is gathered."""
+
+    def __init__(self, capacity: int, ledger: Ledger) -> None:
+        """At most `capacity` bytes are parked; host memory."""
+        self._capacity = whole_huge_pages(capacity)
+        self._ledger = ledger
+        self._extents: list[int] = []  # lengths of what is parked, one after the other, each of one origin
+        self._map: mmap.mmap | None = None
+        self._start = 0
+        ledger.reclaim_with(self.drop)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is parked now."""
+        return sum(self._extents)
+
+    def lend(self, address: int, length: int) -> list[int]:
+        """Move parked pages under an empty range of whole huge pages; returns the lengths that came, from its start on."""
+        came: list[int] = []
+        while self._extents and sum(came) < length:
+            part = min(self._extents[-1], length - sum(came))
+            if not move_pages(self._start + self.num_bytes - part, address + sum(came), part):
+                self.drop()
+                break
+            self._extents[-1] -= part
+            if not self._extents[-1]:
+                self._extents.pop()
+            came.append(part)
+        self._ledger.give(Tier.HOST, Kind.BUFFER, sum(came))
+        return came
+
+    def park(self, address: int, extents: list[int]) -> int:
+        """Take the pages of a range that is not used any more; returns how much of it, from its start on."""
+        self.drop()
+        for extent in extents:
+            at = self.num_bytes
+            room = min(self._capacity - at, self._ledger.room(Tier.HOST))
+            part = min(extent, whole_huge_pages(max(room, 0)))
+            if not part or not self._has_place() or not move_pages(address + at, self._start + at, part):
+                break
+            self._extents.append(part)
+            self._ledger.take(Tier.HOST, Kind.BUFFER, part)
+            if part < extent:
+                break
+        return self.num_bytes
+
+    def drop(self) -> None:
+        """Give everything parked back."""
+        if self._extents:
+            assert self._map is not None
+            self._map.madvise(mmap.MADV_DONTNEED, self._start - _address_of(self._map), self.num_bytes)
+            self._ledger.give(Tier.HOST, Kind.BUFFER, self.num_bytes)
+            self._extents.clear()
+
+    def _has_place(self) -> bool:
+        """Reserve addresses on first use."""
+        if self._map is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            try:
+                self._map = mmap.mmap(-1, self._capacity + HUGE_PAGE_BYTES, flags=flags)
+            except OSError:
+                self._capacity = 0
+                return False
+            address = _address_of(self._map)
+            self._start = address + -address % HUGE_PAGE_BYTES
+        return True
+
+
+def move_pages(origin: int, target: int, length: int) -> bool:
+    """Move the pages of one anonymous range under another address, where they replace what was there; both stay mapped."""
+    libc = _libc()
+    if libc.mremap(origin, length, length, _MOVE_PAGES, target) == target:
+        return True
+    map_over(target, length)  # the kernel may have taken the old mapping away before it refused
+    return False
+
+
+def map_over(address: int, length: int, file: int = -1, start: int = 0) -> None:
+    """Let part of an existing mapping show a file, or nothing yet: Python's mmap cannot be told an address."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if file < 0 else 0)
+    if _libc().mmap(address, length, protection, flags, file, start) != address:
+        raise OSError(ctypes.get_errno(), "part of a mapping cannot be replaced")
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return libc
