@@ -4,9 +4,9 @@
 
 Prints, for the two phases of a step (forward and backward; optimizer), the time, the time of the computation alone, the bytes
 moved and the time fio would need for them, and the peak memory of each rank from construction on (private and shared pages, page
-cache excluded). Batch 1, sequence 128, checkpointed activations, fp32. The computation alone of the optimizer is the native Adam
-on a part of the states, scaled up; that of forward and backward is the plain model in memory, if it fits (`--no-alone` leaves it
-out).
+cache excluded). Batch 1, sequence 128, checkpointed activations, fp32. Disks and hosts change their speed: fio runs between the
+phases of every step, the computation alone before and after the training. That of the optimizer is the native Adam on a part of
+the states, scaled up; that of forward and backward is the plain model in memory, if it fits (`--no-alone` leaves it out).
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ def main() -> None:
     fio.set_up()
     with tempfile.TemporaryDirectory(prefix="shardwise-offload-", dir=args.directory) as name:
         directory = Path(name)
-        size = args.fio_mib << 20
-        engines = fio.best_engines(directory, size)
-        rates = {m: statistics.median(fio.bandwidth(directory, m, engines[m], size) for _ in range(3)) for m in fio.MODES}
-        fio.clean_up(directory)
-        ranks = launch("train", args, args.ranks, directory)
+        args.fio_engine = fio.best_engines(directory, args.fio_mib << 20)["both"]
         limits = launch("alone", args, args.ranks, directory) if args.alone else []
+        ranks = launch("train", args, args.ranks, directory)
+        limits += launch("alone", args, args.ranks, directory) if args.alone else []
         theirs = launch("infinity", args, args.ranks, directory) if args.deepspeed else []
+    rates = ranks[0]["fio"]
+    rate = statistics.median(rates)
     print(f"{args.shape}, {args.place} on disk, {args.ranks} ranks, sequence {SEQUENCE}; medians of {args.steps} steps")
-    print(f"fio: read {rates['read'] / 1e9:.2f}, write {rates['write'] / 1e9:.2f}, both {rates['both'] / 1e9:.2f} GB/s")
+    print(
+        f"fio ({args.fio_engine}), both directions, {len(rates)} times between the phases: {rate / 1e9:.2f} GB/s "
+        f"({min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f})"
+    )
     print(f"losses {', '.join(f'{loss:.3f}' for loss in ranks[0]['losses'])}\n")
     print(
         "| phase | step s | computation alone s | read GB | written GB | at fio's bandwidth s | x larger of both | GB/s / fio |"
@@ -66,10 +69,10 @@ def main() -> None:
     for phase in ("forward and backward", "optimizer"):
         taken = max(statistics.median(r[phase]["seconds"]) for r in ranks)
         read, written = (sum(statistics.median(r[phase][key]) for r in ranks) for key in ("read", "written"))
-        moving = (read + written) / rates["both"]
-        compute = max((limit[phase] for limit in limits), default=0.0)
+        moving = (read + written) / rate
+        compute = statistics.median(seconds for limit in limits for seconds in limit[phase]) if limits else 0.0
         shown = f"{compute:.2f}" if limits else "-"
-        share = f"{(read + written) / taken / rates['both']:.2f}"
+        share = f"{(read + written) / taken / rate:.2f}"
         limit = max(compute, moving, 1e-9)
         print(
             f"| {phase} | {taken:.2f} | {shown} | {read / 1e9:.2f} | {written / 1e9:.2f} | {moving:.2f} | "
@@ -87,13 +90,17 @@ def main() -> None:
 
     for rank, found in enumerate(theirs):
         phases = ", ".join(f"{phase} {statistics.median(found[phase]):.2f} s" for phase in ("forward and backward", "optimizer"))
-        print(f"DeepSpeed ZeRO-Infinity, rank {rank}: {phases}; peak {found['peak'] / 1e9:.2f} GB; losses {found['losses']}")
+        print(
+            f"DeepSpeed ZeRO-Infinity, rank {rank}: {phases}; peak {found['peak'] / 1e9:.2f} GB; "
+            f"losses {found['losses']}; parameters in {', '.join(found['dtypes'])}"
+        )
 
 
 def launch(worker: str, args: argparse.Namespace, ranks: int, directory: Path) -> list[dict]:
     outs = [directory / f"{worker}-{rank}.json" for rank in range(ranks)]
     command = [sys.executable, __file__, f"--worker={worker}", f"--shape={args.shape}", f"--place={args.place}"]
-    command += [f"--steps={args.steps}", f"--directory={directory}", *(["--deepspeed-bf16"] if args.deepspeed_bf16 else [])]
+    command += [f"--steps={args.steps}", f"--fio-mib={args.fio_mib}", f"--fio-engine={args.fio_engine}"]
+    command += [f"--directory={directory}", *(["--deepspeed-bf16"] if args.deepspeed_bf16 else [])]
     run_ranks([[*command, f"--out={out}"] for out in outs], args.timeout_s, worker)
     return [json.loads(out.read_text()) for out in outs]
 
@@ -132,18 +139,28 @@ def train(args: argparse.Namespace) -> None:
         tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
         phases = {name: dict(seconds=[], read=[], written=[]) for name in ("forward and backward", "optimizer")}
         losses = []
+        rates = []
+
+        def measure_disk() -> None:
+            if dist.get_rank() == 0:
+                rates.append(fio.bandwidth(Path(args.directory), "both", args.fio_engine, args.fio_mib << 20))
+            dist.barrier()
+
         for number in range(args.steps + 1):
+            measure_disk()
             marks = [(time.perf_counter(), disk.bytes_read, disk.bytes_written)]
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             dist.barrier()
+            marks.append((time.perf_counter(), disk.bytes_read, disk.bytes_written))
+            measure_disk()
             marks.append((time.perf_counter(), disk.bytes_read, disk.bytes_written))
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()
             marks.append((time.perf_counter(), disk.bytes_read, disk.bytes_written))
             losses.append(loss.item())
-            for name, before, after in zip(phases, marks, marks[1:], strict=False):
+            for name, before, after in zip(phases, marks[::2], marks[1::2], strict=True):
                 if number:  # the first step makes the moments and records the trace
                     for key, a, b in zip(("seconds", "read", "written"), before, after, strict=True):
                         phases[name][key].append(b - a)
@@ -153,6 +170,7 @@ def train(args: argparse.Namespace) -> None:
     found = dict(
         **phases,
         losses=losses,
+        fio=rates,
         peak=memory.peak_bytes,
         building=building,
         buffers=run.ledger.peak(Tier.HOST, Kind.BUFFER),
@@ -185,9 +203,13 @@ def infinity(args: argparse.Namespace) -> None:
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {**nvme, "buffer_count": 8, "buffer_size": largest + (1 << 20), "max_in_cpu": 0},
+            "offload_param": {**nvme, "buffer_count": 5, "buffer_size": largest + (1 << 20), "max_in_cpu": 0},
             "offload_optimizer": {**nvme, "buffer_count": 5},
             "sub_group_size": largest,
+            # With its defaults it keeps more parameters in reach than it has buffers for: "Not enough buffers 0 for swapping 1".
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
         },
         "aio": {
             "block_size": 1 << 20,
@@ -216,7 +238,8 @@ def infinity(args: argparse.Namespace) -> None:
             if number:
                 found["forward and backward"].append(middle - begin)
                 found["optimizer"].append(end - middle)
-    Path(args.out).write_text(json.dumps({**found, "peak": memory.peak_bytes}))
+    dtypes = sorted({str(p.dtype) for p in engine.module.parameters()})
+    Path(args.out).write_text(json.dumps({**found, "peak": memory.peak_bytes, "dtypes": dtypes}))
     os._exit(0)
 
 
@@ -246,8 +269,8 @@ def alone(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         adam.update(group, step, *vectors)
         updates.append(time.perf_counter() - begin)
-    optimizer = statistics.median(updates) * parameters / ranks / ALONE_NUMEL
-    Path(args.out).write_text(json.dumps({"forward and backward": statistics.median(times[1:]), "optimizer": optimizer}))
+    scaled = [seconds * parameters / ranks / ALONE_NUMEL for seconds in updates]
+    Path(args.out).write_text(json.dumps({"forward and backward": times[1:], "optimizer": scaled}))
     os._exit(0)
 
 
@@ -263,6 +286,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deepspeed", action="store_true", help="also run DeepSpeed ZeRO-Infinity (needs libaio-dev)")
     parser.add_argument("--deepspeed-bf16", action="store_true", help="... with 16-bit parameters")
     parser.add_argument("--no-alone", dest="alone", action="store_false")
+    parser.add_argument("--fio-engine", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     return parser.parse_args()
