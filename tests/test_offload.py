@@ -10,8 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.testing.models import GPT, GPTConfig
 from shardwise.tiers import Kind, Tier
 from shardwise.tiers import disk as disk_module
+from shardwise.tiers import mover as mover_module
 from shardwise.tiers.io import make_engine
 
 TIERS = ("device", "host", "disk")
@@ -121,6 +124,92 @@ def delayed(steps: int) -> ParityReport:
 def test_delays_in_reads_and_writes_change_nothing(pool: RankPool) -> None:
     for report in pool.run(delayed, 4):
         assert report.is_bitwise, str(report)
+
+
+# -- two memories ---------------------------------------------------------------------------------------------
+
+
+def as_two_memories(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Runs on a rank as if the device had memory of its own: what is away is copied up and down, as on an accelerator."""
+    with mock.patch.object(mover_module, "are_apart", return_value=True):
+        return function(*args, **options)
+
+
+def apart(stage: int) -> list[dict[str, str]]:
+    """Every placement in which the CPU updates what is away."""
+    return [place for place in placements(stage) if place["optimizer"] != "device" or set(place.values()) == {"device"}]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_memories_give_the_bits_of_one(pool: RankPool, stage: int) -> None:
+    jobs = [(place, *MANNERS[(5 * number + stage) % 4]) for number, place in enumerate(apart(stage))]
+    assert_bitwise(pool.run(as_two_memories, some, stage, jobs), len(jobs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_memories_with_every_manner(pool: RankPool, stage: int) -> None:
+    jobs = [(place, *manner) for place in apart(stage) for manner in MANNERS]
+    assert_bitwise(pool.run(as_two_memories, some, stage, jobs, timeout_s=600), len(jobs))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_memories_in_16_bits(pool: RankPool, precision: str) -> None:
+    for stage in (2, 3):
+        jobs = [(place, 2, 0.05) for place in apart(stage)]
+        assert_bitwise(pool.run(as_two_memories, some, stage, jobs, precision=precision), len(jobs))
+
+
+@pytest.mark.parametrize("name", ["paged", "mlp", "frozen", "branchy"])
+def test_other_models_in_two_memories(pool: RankPool, name: str) -> None:
+    places = [EVERYTHING, dict.fromkeys(EVERYTHING, "host"), {"params": "disk", "grads": "host", "optimizer": "host"}]
+    jobs = [(place, 2, 0.05) for place in places]
+    for optimizer in ("adamw", "sgd"):
+        assert_bitwise(pool.run(as_two_memories, some, 3, jobs, name, optimizer=optimizer, transport="pairwise"), len(jobs))
+
+
+def on_the_host(stage: int) -> tuple[bool, dict[str, int], int]:
+    """What an accelerator would keep: which kinds are in host memory, and whether masters are apart from parameters."""
+    place = dict(grads="host", optimizer="host", **({"params": "host"} if stage == 3 else {}))
+    run, model, opt, _, _ = build("gpt", "fused", stage=stage, offload=sw.Offload(**place, step_bytes=STEP_BYTES))
+    CASES["gpt"].loss(model, 0).backward()
+    opt.step()
+    regions = run._runtime.offload.regions
+    kinds = {
+        "param": sum(r.param is not None for r in regions),
+        "grad": sum(r.grad is not None and r.grad.vector is not None for r in regions),
+        "master": sum(r.master is not None for r in regions),
+        "moment": sum(len(r.moments) for r in regions),
+    }
+    found = run._runtime.offload.step.is_native, kinds, run.ledger.now(Tier.DISK)
+    run.close()
+    return found
+
+
+def test_states_in_a_host_of_its_own_are_updated_there(pool: RankPool) -> None:
+    for stage, params, masters in ((1, 0, 1), (2, 0, 1), (3, 1, 0)):
+        for is_native, kinds, on_disk in pool.run(as_two_memories, on_the_host, stage):
+            assert is_native == (native.library() is not None) and on_disk == 0
+            assert kinds == {"param": params, "grad": 1, "master": masters, "moment": 2}
+
+
+def test_the_rest_works_in_two_memories(pool: RankPool) -> None:
+    for found in pool.run(as_two_memories, reading_and_writing):
+        assert all(found.values()), found
+    for report in pool.run(as_two_memories, delayed, 3):
+        assert report.is_bitwise, str(report)
+    assert all(pool.run(as_two_memories, clipped_without_a_step))
+    for is_equal, in_memory, on_disk in pool.run(as_two_memories, built_on_disk):
+        assert is_equal and in_memory == 0 and on_disk > 0
+
+
+@pytest.mark.parametrize("place", [{"params": "host"}, {"grads": "host"}, {"params": "disk", "grads": "disk"}])
+def test_in_two_memories_what_is_away_is_updated_by_the_cpu_or_refused(place: dict[str, str]) -> None:
+    model, optimizer = small()
+    with mock.patch.object(mover_module, "are_apart", return_value=True), pytest.raises(ConfigError, match="optimizer='host'"):
+        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**place))
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    optimizer.step()
 
 
 # -- the native Adam ------------------------------------------------------------------------------------------

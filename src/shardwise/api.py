@@ -421,7 +421,7 @@ def _plan(
         reductions_in_flight=MAX_IN_FLIGHT + 1,
         bucket_bytes=BUCKET_BYTES * units[0].layout.world_size,
         prefetch_bytes=prefetch_bytes,
-        away=[kind for kind in ("params", "grads", "optimizer") if getattr(config.offload, kind) == "disk"],
+        away=config.offload.kinds_away(host_is_away=units[0].device.type != "cpu"),
         step_bytes=config.offload.step_bytes,
         step_sets=NUM_SETS,
         evictions_in_flight=MAX_EVICTIONS,

@@ -136,6 +136,11 @@ class Offload:
         """Whether anything lives on disk."""
         return "disk" in (self.params, self.grads, self.optimizer)
 
+    def kinds_away(self, *, host_is_away: bool) -> tuple[str, ...]:
+        """Which of 'params', 'grads' and 'optimizer' must be moved to be used: on a CPU the host is the device itself."""
+        away = ("host", "disk") if host_is_away else ("disk",)
+        return tuple(kind for kind in ("params", "grads", "optimizer") if getattr(self, kind) in away)
+
     @property
     def is_idle(self) -> bool:
         """Whether everything stays where it is computed with."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Ticket(ABC):
@@ -49,6 +49,50 @@ class Deferred(Ticket):
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+
+class Returning(Ticket):
+    """Another Ticket, and what is given back when it has ended, however it did."""
+
+    def __init__(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._give_back: Callable[[], None] | None = give_back
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The other Ticket's."""
+        return self._ticket.span
+
+    def is_done_within(self, patience_s: float) -> bool:
+        """Whether the other Ticket is."""
+        return self._ticket.is_done_within(patience_s)
+
+    def wait(self) -> None:
+        """Wait for it, and give back once."""
+        try:
+            self._ticket.wait()
+        finally:
+            if self._give_back is not None:
+                give_back, self._give_back = self._give_back, None
+                give_back()
+
+
+class Chain(Ticket):
+    """A Ticket, and those that its work started."""
+
+    def __init__(self, first: Ticket, started: Sequence[Ticket]) -> None:
+        self._first = first
+        self._started = started
+
+    def is_done_within(self, patience_s: float) -> bool:
+        """Whether all of it is, or nearly."""
+        return self._first.is_done_within(patience_s) and all(ticket.is_done_within(patience_s) for ticket in self._started)
+
+    def wait(self) -> None:
+        """Wait for the first, then for the rest."""
+        self._first.wait()
+        for ticket in self._started:
+            ticket.wait()
 
 
 class _Job(Ticket):

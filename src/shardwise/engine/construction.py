@@ -26,7 +26,7 @@ from shardwise.engine.digest import digest
 from shardwise.engine.window import Window
 from shardwise.errors import ShardwiseError
 from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
-from shardwise.tiers import Buffers, DiskFile, Heap, Kind, Ledger, Shelf
+from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shelf
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
@@ -49,7 +49,7 @@ class Construction:
         self._read: tuple[Unit, torch.Tensor] | None = None
         self._disk = DiskFile(offload.path or tempfile.gettempdir(), checks=offload.checks) if offload.params == "disk" else None
         self._shelves: dict[int, Shelf] = {}  # by Unit, if shards go to disk
-        self._buffers = Buffers(self.ledger)
+        self._mover = Mover(world.device, self.ledger)
         self._heap = Heap()
 
     # -- registration hooks -----------------------------------------------------------------------------------
@@ -102,7 +102,9 @@ class Construction:
         self._num_units += 1
         if self._disk is not None:
             unit.shard_is_away = True
-            self._shelves[unit.index] = Shelf(self._disk, Kind.PARAM, dtype, {unit.index: layout.shard_numel}, self.ledger)
+            self._shelves[unit.index] = DiskShelf(
+                self._disk, Kind.PARAM, dtype, {unit.index: layout.shard_numel}, self.ledger, self._mover
+            )
         unit.allocate(torch.zeros(0 if unit.shard_is_away else layout.shard_numel, dtype=dtype, device=unit.device))
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
         with self._resident(unit, keeps_changes=True, is_new=True):
@@ -121,7 +123,7 @@ class Construction:
             return
         away = unit.shard
         shelf = self._shelves[unit.index]
-        with shelf.lent(unit.index, self._buffers, keeps_changes=keeps_changes, is_new=is_new) as shard:
+        with shelf.lent(unit.index, keeps_changes=keeps_changes, is_new=is_new) as shard:
             unit.shard = unit.master = shard
             try:
                 yield

@@ -1,4 +1,4 @@
-"""What of the model's states lives on disk, and how it comes up and goes down during a step.
+"""What of the model's states lives away from the device, and how it comes up and goes down during a step.
 
     forward, backward   fetch own shard into its place in the full vector -> exchange with the other ranks
     reduce              a gradient shard is formed in a buffer -> measured -> evicted, while the next one is formed
@@ -24,8 +24,20 @@ from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
 from shardwise.observe import format_bytes
 from shardwise.optim import Region, StreamedStep, can_update, long_states
 from shardwise.partition import Unit
-from shardwise.ticket import Deferred, Ticket
-from shardwise.tiers import ALIGNMENT, Buffer, Buffers, DiskFile, Kind, Ledger, Shelf, Tier, whole_quanta
+from shardwise.ticket import Deferred, Returning, Ticket
+from shardwise.tiers import (
+    ALIGNMENT,
+    Buffer,
+    DiskFile,
+    DiskShelf,
+    HostShelf,
+    Kind,
+    Ledger,
+    Mover,
+    Shelf,
+    Tier,
+    whole_quanta,
+)
 
 MAX_EVICTIONS = 2
 """Gradient shards on their way to disk before the next reduction waits."""
@@ -38,43 +50,59 @@ class Offloading:
         self.asked = asked
         self.world = world
         self._ledger = ledger
-        self.buffers = Buffers(ledger)
+        self.mover = Mover(world.device, ledger)
         self.disk: DiskFile | None = None
         self.regions: list[Region] = []
         self.step: StreamedStep | None = None
         self.grad_factors: dict[int, list[float]] = {}
-        """What a Unit's gradient on disk is multiplied by when it comes up: clipping."""
+        """What a Unit's gradient is multiplied by when it comes up: clipping."""
         self._region_of: dict[int, Region] = {}
         self._evictions: deque[tuple[int, Ticket, Buffer]] = deque()
         self._lent: dict[int, tuple[Buffer, Ticket | None]] = {}  # gradients being formed, and what is fetched into them
-        self._here: set[int] = set()  # Units whose shard or masters are in memory for a while
+        self._here: set[int] = set()  # Units whose shard or masters are on the device for a while
         self.states: dict[str, torch.dtype] = {}
         """The optimizer's piece-long states, known if anything is offloaded."""
 
     # -- set-up -----------------------------------------------------------------------------------------------
 
     @property
+    def kinds_away(self) -> tuple[str, ...]:
+        """Which of 'params', 'grads' and 'optimizer' live away from the device."""
+        return self.asked.kinds_away(host_is_away=self.mover.is_apart)
+
+    @property
     def params_are_away(self) -> bool:
-        """Whether shards are on disk between their uses."""
-        return self.asked.params == "disk"
+        """Whether shards are away between their uses."""
+        return "params" in self.kinds_away
 
     @property
     def grads_are_away(self) -> bool:
-        """Whether reduced gradients are on disk between backward and step."""
-        return self.asked.grads == "disk"
+        """Whether reduced gradients are away between backward and step."""
+        return "grads" in self.kinds_away
+
+    @property
+    def optimizer_is_away(self) -> bool:
+        """Whether moments are away from the device, so that the CPU updates."""
+        return "optimizer" in self.kinds_away
 
     def decide(self, units: Sequence[Unit]) -> None:
-        """Decide for every Unit what will be on disk."""
-        if self.world.device.type != "cpu" and not self.asked.is_idle:
+        """Decide for every Unit what will be away."""
+        if self.world.device.type not in ("cpu", "cuda") and not self.asked.is_idle:
+            raise ConfigError(f"Offload is for CPU and CUDA ranks; parameters are on {self.world.device}. Leave offload out.")
+        if self.mover.is_apart and self.kinds_away and not self.optimizer_is_away:
             raise ConfigError(
-                f"Offload on {self.world.device.type} is not built yet: only CPU ranks can. Leave offload out, or train on CPU."
+                f"Offload(params={self.asked.params!r}, grads={self.asked.grads!r}, optimizer='device'): what is away from "
+                f"{self.world.device} is updated by the CPU. Use optimizer='host' or 'disk'."
             )
         by_dtypes: dict[tuple[object, ...], list[Unit]] = {}
         for unit in units:
             by_dtypes.setdefault((unit.dtypes, unit.is_trainable), []).append(unit)
             unit.shard_is_away = self.params_are_away
+            is_apart_from_params = self.mover.is_apart and not self.params_are_away
             unit.master_is_away = (
-                unit.is_trainable and self.asked.optimizer == "disk" and unit.dtypes.master != unit.dtypes.stored
+                unit.is_trainable
+                and self.optimizer_is_away
+                and (unit.dtypes.master != unit.dtypes.stored or is_apart_from_params)
             )
         self.regions = [Region(its_units) for its_units in by_dtypes.values()]
         self._region_of = {unit.index: region for region in self.regions for unit in region.units}
@@ -88,31 +116,41 @@ class Offloading:
         self._agree(self._reserve)
 
     def _reserve(self) -> None:
-        if not self.asked.uses_disk:
-            return
-        self.disk = DiskFile(self.asked.path or tempfile.gettempdir(), checks=self.asked.checks)
         wanted = [(region, *entry) for region in self.regions for entry in self._wanted(region)]
-        self.disk.require(sum(sum(map(whole_quanta, region.lengths.values())) * dtype.itemsize for region, _, _, dtype in wanted))
-        for region, name, kind, dtype in wanted:
-            shelf = Shelf(self.disk, kind, dtype, region.lengths, self._ledger)
+        if self.asked.uses_disk:
+            self.disk = DiskFile(self.asked.path or tempfile.gettempdir(), checks=self.asked.checks)
+            self.disk.require(
+                sum(
+                    sum(map(whole_quanta, region.lengths.values())) * dtype.itemsize
+                    for region, _, _, tier, dtype in wanted
+                    if tier == "disk"
+                )
+            )
+        for region, name, kind, tier, dtype in wanted:
+            shelf: Shelf
+            if tier == "disk":
+                assert self.disk is not None
+                shelf = DiskShelf(self.disk, kind, dtype, region.lengths, self._ledger, self.mover)
+            else:
+                shelf = HostShelf(kind, dtype, region.lengths, self._ledger, self.mover)
             if kind is Kind.MOMENT:
                 region.moments[name] = shelf
             else:
                 setattr(region, name, shelf)
 
-    def _wanted(self, region: Region) -> Iterator[tuple[str, Kind, torch.dtype]]:
-        """(name, kind, dtype) of everything of a Region that goes to disk."""
-        if self.asked.params == "disk":
-            yield "param", Kind.PARAM, region.units[0].dtypes.stored
+    def _wanted(self, region: Region) -> Iterator[tuple[str, Kind, str, torch.dtype]]:
+        """(name, kind, tier, dtype) of everything of a Region that lives away."""
+        if self.params_are_away:
+            yield "param", Kind.PARAM, self.asked.params, region.units[0].dtypes.stored
         if not region.units[0].is_trainable:
             return
-        if self.asked.grads == "disk":
-            yield "grad", Kind.GRAD, region.dtype
-        if self.asked.optimizer == "disk":
+        if self.grads_are_away:
+            yield "grad", Kind.GRAD, self.asked.grads, region.dtype
+        if self.optimizer_is_away:
             if region.has_own_masters:
-                yield "master", Kind.MASTER, region.dtype
+                yield "master", Kind.MASTER, self.asked.optimizer, region.dtype
             for name, dtype in self.states.items():
-                yield name, Kind.MOMENT, torch.promote_types(dtype, region.dtype)
+                yield name, Kind.MOMENT, self.asked.optimizer, torch.promote_types(dtype, region.dtype)
 
     def _agree(self, attempt: Callable[[], None]) -> None:
         problem: Exception | None = None
@@ -128,13 +166,13 @@ class Offloading:
                 raise DiskError(errno.EIO, f"rank {rank} cannot offload: {text}")
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> StreamedStep | None:
-        """Stream this optimizer's step, if anything it touches is on disk or the update is asked for in host memory."""
+        """Stream this optimizer's step, if anything it touches is away or the update is asked for in host memory."""
         trainable = [region for region in self.regions if region.units[0].is_trainable]
         is_native = self.asked.optimizer != "device" and can_update(optimizer, {region.dtype for region in trainable})
-        if not (self.asked.uses_disk or is_native):
+        if not (self.kinds_away or is_native):
             return None  # everything is in memory, and torch's own step is the way
         step = StreamedStep(
-            optimizer, trainable, self.buffers, self._ledger, self.asked.step_bytes, self.states, self.grad_factors
+            optimizer, trainable, self.mover.buffers, self._ledger, self.asked.step_bytes, self.states, self.grad_factors
         )
         self.step = step
         return step
@@ -142,7 +180,7 @@ class Offloading:
     # -- parameters -------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit, full: torch.Tensor, transport: Transport) -> Ticket:
-        """Fetch this rank's shard from disk, straight into its place where that is possible, and exchange it."""
+        """Fetch this rank's shard, straight into its place where that is possible, and exchange it."""
         shelf = self._region_of[unit.index].param
         assert shelf is not None
         own = own_slice(self.world, full)
@@ -150,10 +188,17 @@ class Offloading:
         num_bytes = own.numel() * own.element_size()
         if own.dtype == shelf.dtype and own.data_ptr() % ALIGNMENT == 0 and num_bytes % ALIGNMENT == 0:
             return transport.gather(unit.index, own, full, shelf.fetch(own, start))
-        buffer = self.buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
+        buffers = self.mover.device_buffers
+        buffer = buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
         ready = shelf.fetch(buffer.raw, start)
         shard = buffer.as_vector(shelf.dtype, own.numel())
-        return _Returning(transport.gather(unit.index, shard, full, ready), ready, lambda: self.buffers.give(buffer))
+
+        def give_back() -> None:
+            with contextlib.suppress(DiskError):  # told by the gather; here only that it has ended counts
+                ready.wait()
+            buffers.give(buffer)
+
+        return Returning(transport.gather(unit.index, shard, full, ready), give_back)
 
     @contextlib.contextmanager
     def resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
@@ -169,7 +214,7 @@ class Offloading:
             with contextlib.ExitStack() as stack:
 
                 def lend(shelf: Shelf) -> torch.Tensor:
-                    return stack.enter_context(shelf.lent(unit.index, self.buffers, keeps_changes=keeps_changes, is_new=is_new))
+                    return stack.enter_context(shelf.lent(unit.index, keeps_changes=keeps_changes, is_new=is_new))
 
                 if region.param is not None:
                     unit.shard = lend(region.param)
@@ -190,7 +235,7 @@ class Offloading:
         assert shelf is not None
         while len(self._evictions) >= MAX_EVICTIONS or any(index == unit.index for index, _, _ in self._evictions):
             self._finish_eviction()
-        buffer = self.buffers.take(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
+        buffer = self.mover.device_buffers.take(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
         self._lent[unit.index] = (buffer, None)
         grad = unit.grad = buffer.as_vector(shelf.dtype, unit.span.numel)
         if not accumulates:
@@ -223,14 +268,14 @@ class Offloading:
             if fetched is not None:
                 with contextlib.suppress(DiskError):
                     fetched.wait()
-            self.buffers.give(buffer)
+            self.mover.device_buffers.give(buffer)
 
     def _finish_eviction(self) -> None:
         _, ticket, buffer = self._evictions.popleft()
         try:
             ticket.wait()
         finally:
-            self.buffers.give(buffer)
+            self.mover.device_buffers.give(buffer)
 
     def settle(self) -> None:
         """Return when every gradient is down."""
@@ -245,7 +290,7 @@ class Offloading:
             yield unit.grad
             return
         self.settle()
-        with region.grad.lent(unit.index, self.buffers, keeps_changes=False) as grad:
+        with region.grad.lent(unit.index, keeps_changes=False) as grad:
             for factor in self.grad_factors.get(unit.index, ()):
                 grad.mul_(factor)
             yield grad
@@ -256,7 +301,7 @@ class Offloading:
         """Lines for the report."""
         if self.asked.is_idle:
             return []
-        on_cpu = " (device and host are one memory here)" if self.world.device.type == "cpu" and "host" in self._places() else ""
+        on_cpu = " (device and host are one memory here)" if not self.mover.is_apart and "host" in self._places() else ""
         lines = [f"offload: params {self.asked.params}, grads {self.asked.grads}, optimizer {self.asked.optimizer}{on_cpu}"]
         if self.step is not None:
             lines.append(f"streamed step: {'native Adam' if self.step.is_native else 'the optimizer itself'}, portion by portion")
@@ -276,31 +321,6 @@ class Offloading:
     def close(self) -> None:
         """Give the disk space back."""
         self.settle()
+        self.mover.close()
         if self.disk is not None:
             self.disk.close()
-
-
-class _Returning(Ticket):
-    """A gather whose buffer is given back when it has ended, and the read that filled it."""
-
-    def __init__(self, ticket: Ticket, ready: Ticket, give_back: Callable[[], None]) -> None:
-        self._ticket = ticket
-        self._ready = ready
-        self._give_back: Callable[[], None] | None = give_back
-
-    @property
-    def span(self) -> tuple[float, float] | None:
-        return self._ticket.span
-
-    def is_done_within(self, patience_s: float) -> bool:
-        return self._ticket.is_done_within(patience_s)
-
-    def wait(self) -> None:
-        try:
-            self._ticket.wait()
-        finally:
-            if self._give_back is not None:
-                give_back, self._give_back = self._give_back, None
-                with contextlib.suppress(DiskError):  # told by the gather; here only that it has ended counts
-                    self._ready.wait()
-                give_back()

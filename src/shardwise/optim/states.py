@@ -22,7 +22,7 @@ def was_zeroed(update: UpdatePiece) -> bool:
 
 @dataclasses.dataclass
 class Region:
-    """Units of the same dtypes, and the shelves of what is on disk."""
+    """Units of the same dtypes, and the shelves of what is away."""
 
     units: Sequence[Unit]
     param: Shelf | None = None
@@ -40,8 +40,8 @@ class Region:
     @property
     def has_own_masters(self) -> bool:
         """Whether masters are kept beside the stored parameters."""
-        dtypes = self.units[0].dtypes
-        return self.units[0].is_trainable and dtypes.master != dtypes.stored
+        first = self.units[0]
+        return first.is_trainable and (first.master_is_away or first.dtypes.master != first.dtypes.stored)
 
     @property
     def master_shelf(self) -> Shelf | None:

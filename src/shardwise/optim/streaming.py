@@ -19,7 +19,7 @@ from shardwise.optim.elementwise import clone_optimizer, fresh_state
 from shardwise.optim.states import Portion, Region, Run, cut, was_zeroed
 from shardwise.partition import Unit, UpdatePiece
 from shardwise.ticket import Ticket
-from shardwise.tiers import Buffer, Buffers, Kind, Ledger, Shelf, Tier
+from shardwise.tiers import Buffer, Buffers, DiskShelf, Kind, Ledger, Shelf, Tier
 
 NUM_SETS = 3
 """Sets of buffers: one is fetched into, one updated, one written back."""
@@ -67,18 +67,20 @@ def _trial(
 
 
 class _Set:
-    """Buffers for one portion of a Region, one per shelf it moves through."""
+    """Host memory for one portion of a Region: buffers for what is on disk, and shelves that are in host memory themselves."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, Buffer] = {}
         self.tickets: list[Ticket] = []
 
-    def take(self, buffers: Buffers, shelves: Sequence[Shelf], most_numel: int) -> None:
+    def take(self, buffers: Buffers, shelves: Sequence[DiskShelf], most_numel: int) -> None:
         for shelf in shelves:
             self.buffers[id(shelf)] = buffers.take(most_numel * shelf.dtype.itemsize)
 
-    def vector(self, shelf: Shelf, numel: int) -> torch.Tensor:
-        return self.buffers[id(shelf)].as_vector(shelf.dtype, numel)
+    def vector(self, shelf: Shelf, portion: Portion) -> torch.Tensor:
+        if shelf.vector is not None:
+            return shelf.vector[portion.start : portion.start + portion.numel]
+        return self.buffers[id(shelf)].as_vector(shelf.dtype, portion.numel)
 
     def wait(self) -> None:
         """Return when nothing moves any more; raise the first error then."""
@@ -137,7 +139,7 @@ class StreamedStep:
                 self._stream(region, active)
 
     def _stream(self, region: Region, portions: Sequence[Portion]) -> None:
-        reads, writes = self._shelves(region)
+        reads, writes = self._on_disk(region)
         most = max(portion.numel for portion in portions)
         shelves = list({id(shelf): shelf for shelf in (*reads, *writes)}.values())
         sets: list[_Set] = []
@@ -153,7 +155,7 @@ class StreamedStep:
                     held.wait()
                     self._update(region, portions[number], held)
                     for shelf in writes:
-                        held.tickets.append(shelf.evict(held.vector(shelf, portions[number].numel), portions[number].start))
+                        held.tickets.append(shelf.write(held.vector(shelf, portions[number]), portions[number].start))
             for held in sets:
                 held.wait()
         finally:
@@ -167,19 +169,18 @@ class StreamedStep:
         return update.master.grad is not None and id(update.master) in self._group_of
 
     @staticmethod
-    def _shelves(region: Region) -> tuple[list[Shelf], list[Shelf]]:
-        """What is fetched before an update, and what is written after it."""
+    def _on_disk(region: Region) -> tuple[list[DiskShelf], list[DiskShelf]]:
+        """What is read before an update, and what is written after it."""
         master = region.master_shelf
         moments = list(region.moments.values())
-        reads = [shelf for shelf in (master, region.grad, *moments) if shelf is not None]
-        writes = [shelf for shelf in (master, *moments) if shelf is not None]
-        if region.has_own_masters and region.param is not None:
-            writes.append(region.param)
+        rounded = region.param if region.has_own_masters else None
+        reads = [shelf for shelf in (master, region.grad, *moments) if isinstance(shelf, DiskShelf)]
+        writes = [shelf for shelf in (master, *moments, rounded) if isinstance(shelf, DiskShelf)]
         return reads, writes
 
-    def _fetch(self, held: _Set, portion: Portion, reads: Sequence[Shelf]) -> None:
+    def _fetch(self, held: _Set, portion: Portion, reads: Sequence[DiskShelf]) -> None:
         held.wait()  # what was written from these buffers
-        held.tickets = [shelf.fetch(held.vector(shelf, portion.numel), portion.start) for shelf in reads]
+        held.tickets = [shelf.read(held.vector(shelf, portion), portion.start) for shelf in reads]
 
     # -- one portion ------------------------------------------------------------------------------------------
 
@@ -210,10 +211,10 @@ class StreamedStep:
 
     @staticmethod
     def _round(region: Region, param: Shelf, portion: Portion, held: _Set) -> None:
-        """Stored parameters on disk from their masters: all of the portion, since all of it is written."""
-        stored = held.vector(param, portion.numel)
+        """Stored parameters that are away from their masters: all of the portion, since all of it is written."""
+        stored = held.vector(param, portion)
         if region.master is not None:
-            stored.copy_(held.vector(region.master, portion.numel))
+            stored.copy_(held.vector(region.master, portion))
             return
         for run in portion.runs:
             stored[run.at : run.at + run.high - run.low].copy_(run.unit.master[run.low : run.high])
@@ -304,15 +305,18 @@ class _Part:
         self.unit, self.update, self.low = run.unit, update, low
         self.key: Key = (run.unit.index, number, low)
         self._step, self._region, self._span = step, region, slice(low, high)
-        self._held, self._numel = held, portion.numel
+        self._held, self._portion = held, portion
         self._place = slice(run.at + low - run.low, run.at + high - run.low)
         master, own = region.master_shelf, update.piece.shard_start
         self.master = run.unit.master[self._span] if master is None else self._on(master)
         assert update.master.grad is not None
-        self.grad = update.master.grad[low - own : high - own] if region.grad is None else self._on(region.grad)
+        if region.grad is not None:
+            self.grad = self._on(region.grad)
+        else:
+            self.grad = update.master.grad[low - own : high - own].to(self.master.device)
 
     def _on(self, shelf: Shelf) -> torch.Tensor:
-        return self._held.vector(shelf, self._numel)[self._place]
+        return self._held.vector(shelf, self._portion)[self._place]
 
     def long(self, name: str) -> torch.Tensor:
         """A long state of this part, in a buffer or in memory."""

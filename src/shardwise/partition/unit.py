@@ -89,7 +89,7 @@ class Unit:
         self.is_covered = not is_always_full and len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
         self.grad: torch.Tensor | None = None
         self.shard_is_away = False  # the shard lives on another tier and is here only while lent
-        self.master_is_away = False  # the same for masters that are not the stored parameters themselves
+        self.master_is_away = False  # the same for masters that have memory of their own
         self.spare_pages: SparePages | None = None  # where pages of the full vector come from and go to
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
@@ -159,12 +159,12 @@ class Unit:
         self._blanks = [self._blank_for(slot.shape) for slot in self.layout.slots]
 
     def _master_memory(self) -> torch.Tensor:
+        if self.master_is_away:
+            return torch.empty(0, dtype=self.dtypes.master, device=self.device)
         if self.dtypes.master == self.dtypes.stored and self.span.numel == self.layout.shard_numel:
             return self.shard
         if self.dtypes.master == self.dtypes.compute == self.dtypes.stored and self.is_always_full:
             return self.full
-        if self.master_is_away:
-            return torch.empty(0, dtype=self.dtypes.master, device=self.device)
         self._ledger.take(self._tier, Kind.MASTER, self.span.numel * self.dtypes.master.itemsize)
         return torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
 

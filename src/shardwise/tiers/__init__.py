@@ -1,9 +1,10 @@
 """Where do bytes live?
 
 Public names: `Ledger`, `Kind`, `Tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
-`OverlaidBuffer`, `make_full_buffer` (the memory of a gathered Unit); `DiskFile` (one rank's file, read and written in the
-background by the engine of `io`), `Shelf` (one kind of state of many Units on disk), `Buffers` (aligned memory that is
-used again), `SparePages` (what a freed Unit leaves to the next), `Heap` (freed memory that is returned).
+`OverlaidBuffer`, `make_full_buffer` (the memory of a gathered Unit), `SparePages` (what a freed Unit leaves to the next);
+`DiskFile` (one rank's file, read and written in the background by the engine of `io`); `Shelf` (one kind of state of many Units
+away from the device: `HostShelf`, `DiskShelf`); `Mover` (copies between host and device, and the `Buffers` that everything
+passes through); `Heap` (freed memory that is returned).
 
 Invariants: a FullBuffer keeps one storage object for life, so views saved by autograd are right again after the
 next gather; giving its pages back is exact, so resident memory is what the ledger says. What moves to and from disk passes
@@ -15,8 +16,9 @@ from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer
+from shardwise.tiers.mover import Mover
 from shardwise.tiers.pages import SparePages
-from shardwise.tiers.shelf import QUANTUM, Shelf, whole_quanta
+from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, whole_quanta
 
 __all__ = [
     "ALIGNMENT",
@@ -24,11 +26,14 @@ __all__ = [
     "Buffer",
     "Buffers",
     "DiskFile",
+    "DiskShelf",
     "FixedBuffer",
     "FullBuffer",
     "Heap",
+    "HostShelf",
     "Kind",
     "Ledger",
+    "Mover",
     "OverlaidBuffer",
     "Shelf",
     "SparePages",

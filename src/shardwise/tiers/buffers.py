@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import torch
 
 from shardwise.tiers.disk import ALIGNMENT, aligned, aligned_memory
@@ -21,31 +24,39 @@ class Buffer:
 
 
 class Buffers:
-    """Lends memory and takes it back; holds no more than was ever lent at once."""
+    """Lends memory of a tier and takes it back, from any thread; holds no more than was ever lent at once."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, tier: Tier = Tier.HOST, make: Callable[[int], torch.Tensor] = aligned_memory) -> None:
+        """`make` takes memory for so many bytes."""
         self._ledger = ledger
+        self._tier = tier
+        self._make = make
+        self._lock = threading.RLock()  # the ledger may ask for what is free while something is taken
         self._free: list[torch.Tensor] = []
         ledger.reclaim_with(self.drop_free)
 
     def take(self, num_bytes: int) -> Buffer:
         """The smallest free buffer that is large enough, or a new one; its contents are whatever they were."""
-        fitting = [m for m in self._free if m.numel() >= num_bytes]
-        if fitting:
-            memory = min(fitting, key=torch.Tensor.numel)
-            self._free = [m for m in self._free if m is not memory]
-        else:
-            self.drop_free()  # a larger one takes their place
-            self._ledger.take(Tier.HOST, Kind.BUFFER, max(aligned(num_bytes), ALIGNMENT))
-            memory = aligned_memory(num_bytes)
+        size = max(aligned(num_bytes), ALIGNMENT)
+        with self._lock:
+            fitting = [m for m in self._free if m.numel() >= size]
+            if fitting:
+                memory = min(fitting, key=torch.Tensor.numel)
+                self._free = [m for m in self._free if m is not memory]
+            else:
+                self.drop_free()  # a larger one takes their place
+                self._ledger.take(self._tier, Kind.BUFFER, size)
+                memory = self._make(size)
         return Buffer(memory, num_bytes)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
-        self._free.append(buffer.memory)
+        with self._lock:
+            self._free.append(buffer.memory)
 
     def drop_free(self) -> None:
         """Give back what is not lent."""
-        for memory in self._free:
-            self._ledger.give(Tier.HOST, Kind.BUFFER, memory.numel())
-        self._free.clear()
+        with self._lock:
+            for memory in self._free:
+                self._ledger.give(self._tier, Kind.BUFFER, memory.numel())
+            self._free.clear()

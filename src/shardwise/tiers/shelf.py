@@ -1,4 +1,4 @@
-"""One kind of state of many Units on disk, one after the other, so that small neighbours move together.
+"""One kind of state of many Units away from the device, one after the other, so that small neighbours move together.
 
 Every Unit starts at a multiple of `QUANTUM` elements, whatever the dtype: the same element number means the same place in the
 parameters, the gradients and each moment.
@@ -7,14 +7,15 @@ parameters, the gradients and each moment.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardwise.ticket import Ticket
-from shardwise.tiers.buffers import Buffers
+from shardwise.ticket import Chain, Returning, Ticket
 from shardwise.tiers.disk import ALIGNMENT, DiskFile
 from shardwise.tiers.ledger import Kind, Ledger, Tier
+from shardwise.tiers.mover import Mover
 
 QUANTUM = ALIGNMENT
 """Elements: whole blocks of disk in any dtype."""
@@ -25,10 +26,16 @@ def whole_quanta(numel: int) -> int:
     return -(-numel // QUANTUM) * QUANTUM
 
 
-class Shelf:
-    """A flat vector on disk that holds one kind of state of several Units."""
+class Shelf(ABC):
+    """A flat vector on a tier below the device that holds one kind of state of several Units.
 
-    def __init__(self, disk: DiskFile, kind: Kind, dtype: torch.dtype, lengths: Mapping[int, int], ledger: Ledger) -> None:
+    `fetch` and `evict` move whole quanta of elements, or all bytes of them, from element `start` on.
+    """
+
+    vector: torch.Tensor | None = None
+    """The whole of it, if it is in host memory."""
+
+    def __init__(self, dtype: torch.dtype, lengths: Mapping[int, int], mover: Mover) -> None:
         """`lengths` are elements by Unit, in the order in which they will lie."""
         self.dtype = dtype
         self.starts: dict[int, int] = {}
@@ -38,21 +45,20 @@ class Shelf:
             at += whole_quanta(numel)
         self.numel = at
         self._lengths = dict(lengths)
-        self._disk = disk
-        self._offset = disk.reserve(at * dtype.itemsize)
-        ledger.take(Tier.DISK, kind, at * dtype.itemsize)
+        self._mover = mover
 
+    @abstractmethod
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start filling `memory`, whole quanta of elements or all bytes of them, from element `start` on."""
-        return self._disk.read(memory, self._offset + start * self.dtype.itemsize)
+        """Start filling device memory."""
 
+    @abstractmethod
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start writing `memory` from element `start` on."""
-        return self._disk.write(memory, self._offset + start * self.dtype.itemsize)
+        """Start writing from device memory, which must not change before the Ticket is waited for."""
 
     @contextlib.contextmanager
-    def lent(self, unit: int, buffers: Buffers, *, keeps_changes: bool, is_new: bool = False) -> Iterator[torch.Tensor]:
-        """One Unit's vector in memory for a while; if it is new it starts as zeros."""
+    def lent(self, unit: int, *, keeps_changes: bool, is_new: bool = False) -> Iterator[torch.Tensor]:
+        """One Unit's vector in device memory for a while; if it is new it starts as zeros."""
+        buffers = self._mover.device_buffers
         buffer = buffers.take(whole_quanta(self._lengths[unit]) * self.dtype.itemsize)
         try:
             if is_new:
@@ -64,3 +70,64 @@ class Shelf:
                 self.evict(buffer.raw, self.starts[unit]).wait()
         finally:
             buffers.give(buffer)
+
+
+class HostShelf(Shelf):
+    """In host memory, beside a device that has its own."""
+
+    vector: torch.Tensor
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, lengths: Mapping[int, int], ledger: Ledger, mover: Mover) -> None:
+        super().__init__(dtype, lengths, mover)
+        num_bytes = self.numel * dtype.itemsize
+        ledger.take(Tier.HOST, kind, num_bytes)
+        self.vector = mover.host_memory(num_bytes)[:num_bytes].view(dtype)
+
+    def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Copy up."""
+        target = memory.view(self.dtype)
+        return self._mover.copy(target, self.vector[start : start + target.numel()])
+
+    def evict(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Copy down."""
+        source = memory.view(self.dtype)
+        return self._mover.copy(self.vector[start : start + source.numel()], source)
+
+
+class DiskShelf(Shelf):
+    """A range of the rank's file."""
+
+    def __init__(
+        self, disk: DiskFile, kind: Kind, dtype: torch.dtype, lengths: Mapping[int, int], ledger: Ledger, mover: Mover
+    ) -> None:
+        super().__init__(dtype, lengths, mover)
+        self._disk = disk
+        self._offset = disk.reserve(self.numel * dtype.itemsize)
+        ledger.take(Tier.DISK, kind, self.numel * dtype.itemsize)
+
+    def read(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Start filling aligned host memory."""
+        return self._disk.read(memory, self._offset + start * self.dtype.itemsize)
+
+    def write(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Start writing aligned host memory."""
+        return self._disk.write(memory, self._offset + start * self.dtype.itemsize)
+
+    def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Read, and copy up where device memory is not the host's."""
+        if not self._mover.is_apart:
+            return self.read(memory, start)
+        target = memory.view(torch.uint8)
+        buffer = self._mover.buffers.take(target.numel())
+        copied = self._mover.copy(target, buffer.raw[: target.numel()], after=self.read(buffer.raw, start))
+        return Returning(copied, lambda: self._mover.buffers.give(buffer))
+
+    def evict(self, memory: torch.Tensor, start: int) -> Ticket:
+        """Copy down where device memory is not the host's, and write."""
+        if not self._mover.is_apart:
+            return self.write(memory, start)
+        source = memory.view(torch.uint8)
+        buffer = self._mover.buffers.take(source.numel())
+        writes: list[Ticket] = []
+        copied = self._mover.copy(buffer.raw, source, then=lambda: writes.append(self.write(buffer.raw, start)))
+        return Returning(Chain(copied, writes), lambda: self._mover.buffers.give(buffer))
