@@ -83,7 +83,8 @@ def main() -> None:
     for rank, found in enumerate(ranks):
         print(
             f"rank {rank}: peak {found['peak'] / 1e9:.2f} GB, of which while building {found['building'] / 1e9:.2f}; buffers "
-            f"{found['buffers'] / 1e6:.0f} MB; {found['parameters'] / 1e6:.0f} million parameters, "
+            f"{found['buffers'] / 1e6:.0f} MB with gathered Units, "
+            f"{found['step_buffers'] / 1e6:.0f} MB of the streamed step; {found['parameters'] / 1e6:.0f} million parameters, "
             f"{16 * found['parameters'] / 1e9:.1f} GB of states; read per step {found['read'] / 1e9:.3f} GB, "
             f"of {found['all'] / 1e9:.3f} GB that all ranks read"
         )
@@ -174,6 +175,7 @@ def train(args: argparse.Namespace) -> None:
         peak=memory.peak_bytes,
         building=building,
         buffers=run.ledger.peak(Tier.HOST, Kind.BUFFER),
+        step_buffers=run._runtime.offload.step.buffer_bytes,
         parameters=sum(p.numel() for p in model.parameters()),
         read=read,
         all=sum(everyone),

@@ -64,6 +64,46 @@ def test_stage_2_own_data_accumulation_bf16(tmp_path: Path) -> None:
     assert "data: 1 files, 900 B" in done.stdout
 
 
+def test_training_from_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    place = (
+        "--offload-params",
+        "disk",
+        "--offload-grads",
+        "disk",
+        "--offload-optimizer",
+        "disk",
+        "--offload-path",
+        str(tmp_path),
+    )
+    done = train("--steps", "12", "--clip", "1.0", *place)
+    check_trained(done)
+    assert "offload: params disk, grads disk, optimizer disk" in done.stdout
+    found = re.search(r"disk: (\d.*?) in (.*?), (\w+) engine", done.stdout)
+    assert found is not None and found[2] == str(tmp_path), done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_from_a_directory_that_is_not_there_is_one_line() -> None:
+    done = train("--steps", "2", "--offload-optimizer", "disk", "--offload-path", "/nowhere/at/all")
+    assert done.returncode != 0 and "does not exist" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_probe_measures_shows_and_keeps(tmp_path: Path) -> None:
+    done = run_cli("probe", "--path", str(tmp_path), env={"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"})
+    assert done.returncode == 0, done.stderr
+    for what in (
+        "copy in memory",
+        "disk read, blocks of 1024 KiB",
+        "disk write",
+        "matrix product, bfloat16",
+        "shared",
+        "pairwise",
+    ):
+        assert re.search(rf"{what}.*\d (GB|MB|GFLOP)/s", done.stdout), f"no figure for {what!r} in\n{done.stdout}"
+    kept = re.search(r"kept in (\S+)", done.stdout.replace("\n", ""))
+    assert kept is not None and Path(kept[1]).is_file() and str(tmp_path) in kept[1]
+
+
 def test_same_seed_same_losses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

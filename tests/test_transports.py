@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardwise as sw
 from cases import CASES, build
 from shardwise.comm import segment, transports
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
@@ -145,6 +146,13 @@ def test_both_levels_combined(pool4: RankPool, stage: int, factor: int) -> None:
 def test_both_levels_with_small_buffers_and_16_bits(pool4: RankPool) -> None:
     for _, report, _, _ in pool4.run(on_two_hosts, 3, exchange_bytes=65536, precision="bf16"):
         assert report.is_bitwise, str(report)
+
+
+def test_both_levels_from_disk(pool4: RankPool) -> None:
+    offload = sw.Offload(params="disk", grads="disk", optimizer="disk", step_bytes=1 << 16)
+    for name, report, sent, numel in pool4.run(on_two_hosts, 3, offload=offload):
+        assert name.startswith("combined") and report.is_bitwise, str(report)
+        assert sent == 3 * numel * 3 // 4
 
 
 def uneven_hosts() -> str:

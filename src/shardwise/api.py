@@ -279,6 +279,10 @@ class Run:
         found["buffer"] += self._runtime.transport.exchange_bytes
         return found
 
+    def placement(self) -> list[str]:
+        """Where states live, how the step streams and what went through the disk; no lines if nothing is offloaded."""
+        return self._runtime.offload.describe()
+
     def report(self, *, activation_bytes: int | None = None) -> str:
         """Bytes by kind, predicted and measured, and traffic, as text for this rank."""
         runtime = self._runtime
@@ -302,7 +306,7 @@ class Run:
             lines += ["", f"process memory now {now} (interpreter and libraries included)"]
         if runtime.threads:
             lines.append(f"threads {runtime.threads}")
-        lines += runtime.offload.describe()
+        lines += self.placement()
         if runtime.runner is not None:
             lines.append(
                 f"prefetch: {runtime.runner.depth.now} ahead within {format_bytes(runtime.runner.budget_bytes)}, "

@@ -346,6 +346,8 @@ def _summarise(job: Job, run: sw.Run, model: nn.Module, losses: list[float], tok
     )
     predicted = run.predicted_memory(activation_bytes=activation_bytes).by_kind()
     Console().print(_memory_table(predicted, run.measured_memory()))
+    for line in run.placement():
+        print(line)
     print(f"{loss_verdict(losses)}  {tokens_per_s:,.0f} tokens/s over all ranks, transport: {run.transport.name}")
     if run.num_skipped_steps:
         print(f"{run.num_skipped_steps} of {job.steps} steps were skipped: gradients overflowed at the loss scale in force.")

@@ -304,7 +304,8 @@ class Offloading:
         on_cpu = " (device and host are one memory here)" if not self.mover.is_apart and "host" in self._places() else ""
         lines = [f"offload: params {self.asked.params}, grads {self.asked.grads}, optimizer {self.asked.optimizer}{on_cpu}"]
         if self.step is not None:
-            lines.append(f"streamed step: {'native Adam' if self.step.is_native else 'the optimizer itself'}, portion by portion")
+            how = "native Adam" if self.step.is_native else "the optimizer itself"
+            lines.append(f"streamed step: {how}, portion by portion through {format_bytes(self.step.buffer_bytes)} of buffers")
         if self.disk is not None:
             direct = "direct" if self.disk.is_direct else "through the page cache"
             lines.append(

@@ -117,6 +117,8 @@ class StreamedStep:
         self._buffers = buffers
         self._ledger = ledger
         self.states = states
+        self.buffer_bytes = 0
+        """Of all sets together, at most so far; `step_bytes` and the number of vectors on disk decide it, not the model."""
         self._portions = [cut(region.units, step_bytes // region.dtype.itemsize) for region in regions]
         self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
         self._group_of: dict[int, int] = {}  # by piece; what no group has is not updated
@@ -147,6 +149,7 @@ class StreamedStep:
             for _ in range(NUM_SETS):
                 sets.append(_Set())
                 sets[-1].take(self._buffers, shelves, most)
+            self.buffer_bytes = max(self.buffer_bytes, sum(b.raw.numel() for held in sets for b in held.buffers.values()))
             for number in range(-1, len(portions)):
                 if number + 1 < len(portions):
                     self._fetch(sets[(number + 1) % NUM_SETS], portions[number + 1], reads)
