@@ -65,17 +65,8 @@ def test_stage_2_own_data_accumulation_bf16(tmp_path: Path) -> None:
 
 
 def test_training_from_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    place = (
-        "--offload-params",
-        "disk",
-        "--offload-grads",
-        "disk",
-        "--offload-optimizer",
-        "disk",
-        "--offload-path",
-        str(tmp_path),
-    )
-    done = train("--steps", "12", "--clip", "1.0", *place)
+    places = [word for kind in ("params", "grads", "optimizer") for word in (f"--offload-{kind}", "disk")]
+    done = train("--steps", "12", "--clip", "1.0", *places, "--offload-path", str(tmp_path))
     check_trained(done)
     assert "offload: params disk, grads disk, optimizer disk" in done.stdout
     found = re.search(r"disk: (\d.*?) in (.*?), (\w+) engine", done.stdout)
