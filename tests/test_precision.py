@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from cases import CASES, build
 from shardwise.config import LossScale
-from shardwise.engine import emulates_16_bit, resolve_dtypes
+from shardwise.engine import emulates_16_bit, precision, resolve_dtypes
 from shardwise.optim import LossScaler
 from shardwise.testing import RankPool
 
@@ -33,6 +33,30 @@ def test_dtypes_are_resolved_apart() -> None:
     double = resolve_dtypes(FP64, sw.Precision(), CPU, emulates=False)
     assert (double.stored, double.compute, double.reduce, double.master) == (FP64, FP64, FP64, FP64)
     assert not emulates_16_bit("cpu", FP32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "emulated"),
+    [
+        ({"avx2", "fma"}, {BF16, FP16}),
+        ({"avx512f", "avx512_bf16"}, {FP16}),
+        ({"amx_bf16", "avx512_fp16"}, set()),
+        ({"asimd", "bf16"}, {FP16}),
+        ({"asimd", "asimdhp"}, {BF16}),
+    ],
+)
+def test_which_dtypes_are_emulated_is_read_off_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], emulated: set[torch.dtype]
+) -> None:
+    monkeypatch.setattr(precision, "_cpu_flags", lambda: frozenset(flags))
+    found = {dtype for dtype in (BF16, FP16) if precision.emulates_16_bit.__wrapped__("cpu", dtype)}
+    assert found == emulated
+
+
+def test_a_cpu_that_does_not_say_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_cpu_flags", frozenset)
+    monkeypatch.setattr(precision, "_product_s", lambda dtype: {FP32: 1.0, BF16: 1.4, FP16: 1.6}[dtype])
+    assert [precision.emulates_16_bit.__wrapped__("cpu", dtype) for dtype in (BF16, FP16)] == [False, True]
 
 
 def test_loss_scaler_grows_backs_off_and_stops_at_its_minimum() -> None:

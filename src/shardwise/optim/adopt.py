@@ -5,6 +5,7 @@ The optimizer object, its class, its groups and their hyperparameters stay; only
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,75 +76,93 @@ def adopt_optimizer(
             optimizer.state[piece] = fresh_state(param, state, piece)
     for group in optimizer.param_groups:
         group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
-    _listen(optimizer, before_step, after_closure, after_step, take_over(optimizer))
+    stream = take_over(optimizer)
+    steps = _PlainSteps if stream is None else functools.partial(_StreamedSteps, stream)
+    steps(before_step, after_closure, after_step).listen(optimizer)
 
 
-def _listen(
-    optimizer: torch.optim.Optimizer,
-    before_step: Callable[[bool], None],
-    after_closure: Callable[[], None],
-    after_step: Callable[[], None],
-    stream: Callable[[], None] | None,
-) -> None:
-    """Be told of every step: before it, after its closure, after it. `stream`, if given, does the update instead of the body."""
-    whole: list[list[nn.Parameter]] = []
-    depth = 0  # a subclass's step may call its parent's, which announces itself too
+class _PlainSteps:
+    """Announces every step around the optimizer's own body: before it, after its closure, after it."""
 
-    def pre(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        nonlocal depth
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if stream is not None:
-            depth += 1
-            if depth > 1:
-                return None
-        before_step(closure is not None)
-        if stream is not None:
-            loss = None
-            try:
-                if closure is not None:
-                    with torch.enable_grad():
-                        loss = closure()
-                    after_closure()
-                stream()
-            except BaseException:
-                depth = 0
-                raise
-            whole[:] = [group["params"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["params"] = []  # the body finds nothing left to do
-            return None if closure is None else ((args[0],), {**kwargs, "closure": lambda: loss})
+    def __init__(
+        self, before_step: Callable[[bool], None], after_closure: Callable[[], None], after_step: Callable[[], None]
+    ) -> None:
+        self._before_step, self._after_closure, self._after_step = before_step, after_closure, after_step
+
+    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(self.begin)
+        optimizer.register_step_post_hook(self.end)
+
+    def begin(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = _closure_in(args, kwargs)
+        self._before_step(closure is not None)
         if closure is None:
             return None
 
         def followed() -> Any:
             loss = closure()
-            after_closure()
+            self._after_closure()
             return loss
 
         return (args[0],), {**kwargs, "closure": followed}
 
-    def post(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal depth
-        if stream is not None:
-            depth -= 1
-            if depth > 0:
-                return
-            for group, params in zip(optimizer.param_groups, whole, strict=True):
+    def end(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._after_step()
+
+
+class _StreamedSteps(_PlainSteps):
+    """Updates before the optimizer's own body, which then finds nothing to do."""
+
+    def __init__(self, stream: Callable[[], None], *announce: Callable[..., None]) -> None:
+        super().__init__(*announce)
+        self._stream = stream
+        self._params: list[list[nn.Parameter]] = []  # of every group, while the body runs
+        self._depth = 0  # a subclass's step may call its parent's, which announces itself too
+
+    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+        super().listen(optimizer)
+        optimizer.register_state_dict_pre_hook(_refuse_states)
+        optimizer.register_load_state_dict_pre_hook(_refuse_states)
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        closure = _closure_in(args, kwargs)
+        loss = None
+        try:
+            self._before_step(closure is not None)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+                self._after_closure()
+            self._stream()
+        except BaseException:
+            self._depth = 0
+            raise
+        self._params = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        return None if closure is None else ((args[0],), {**kwargs, "closure": lambda: loss})
+
+    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for group, params in zip(optimizer.param_groups, self._params, strict=True):
                 group["params"] = params
-        after_step()
+            super().end(optimizer, args, kwargs)
 
-    def refuse(*_: Any) -> None:
-        raise OptimizerError(
-            f"{type(optimizer).__name__}: states that stream are not in the optimizer, so its state_dict() would be incomplete "
-            "and a loaded one ignored. Saving them is not built yet; run.full_state_dict() has the parameters."
-        )
 
-    if stream is not None:
-        optimizer.register_state_dict_pre_hook(refuse)
-        optimizer.register_load_state_dict_pre_hook(refuse)
+def _closure_in(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure
 
-    optimizer.register_step_pre_hook(pre)
-    optimizer.register_step_post_hook(post)
+
+def _refuse_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise OptimizerError(
+        f"{type(optimizer).__name__}: states that stream are not in the optimizer, so its state_dict() would be incomplete "
+        "and a loaded one ignored. Saving them is not built yet; run.full_state_dict() has the parameters."
+    )
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -198,18 +198,19 @@ class StreamedStep:
             for part in parts:
                 if region.grad is not None and was_zeroed(part.update):
                     part.grad.zero_()
-                for factor in self._grad_factors.get(part.unit.index, ()):
-                    part.grad.mul_(factor)
             if self.is_native:
                 for part in parts:
                     self._update_natively(part)
             else:
+                for part in parts:
+                    for factor in self._grad_factors.get(part.unit.index, ()):
+                        part.grad.mul_(factor)
                 self._update_by_torch(parts)
             if region.has_own_masters and region.param is not None:
                 self._round(region, region.param, portion, held)
                 return
             for part in parts:
-                if part.unit.has_own_master:
+                if part.unit.has_own_master and part.stored is None:
                     part.unit.publish_part(part.low, part.master)
 
     @staticmethod
@@ -231,7 +232,10 @@ class StreamedStep:
             mean.zero_()
             square.zero_()
         small["step"] += 1
-        adam.update(group, small["step"], part.master, mean, square, part.grad)
+        *first, last = self._grad_factors.get(part.unit.index, ()) or (1.0,)
+        for factor in first:  # clipped more than once
+            part.grad.mul_(factor)
+        adam.update(group, small["step"], part.master, mean, square, part.grad, out=part.stored, grad_scale=last)
 
     def _update_by_torch(self, parts: Sequence[_Part]) -> None:
         """The optimizer's own step on parameters that are these parts, with their states."""
@@ -317,6 +321,15 @@ class _Part:
             self.grad = self._on(region.grad)
         else:
             self.grad = update.master.grad[low - own : high - own].to(self.master.device)
+        self.stored = self._stored() if step.is_native else None
+        """Where the kernel may round the new masters to, if the stored parameters are in memory and beside them."""
+
+    def _stored(self) -> torch.Tensor | None:
+        unit = self.unit
+        is_beside = unit.has_own_master and not unit.shard_is_away and unit.shard.device == self.master.device
+        if not is_beside or unit.is_always_full or unit.span.numel != unit.layout.shard_numel:
+            return None
+        return unit.shard[self._span]
 
     def _on(self, shelf: Shelf) -> torch.Tensor:
         return self._held.vector(shelf, self._portion)[self._place]
