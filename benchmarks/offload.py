@@ -70,7 +70,8 @@ def main() -> None:
         taken = max(statistics.median(r[phase]["seconds"]) for r in ranks)
         read, written = (sum(statistics.median(r[phase][key]) for r in ranks) for key in ("read", "written"))
         moving = (read + written) / rate
-        compute = statistics.median(seconds for limit in limits for seconds in limit[phase]) if limits else 0.0
+        by_rank = [[s for limit in limits[rank :: args.ranks] for s in limit[phase]] for rank in range(args.ranks)]
+        compute = max(statistics.median(seconds) for seconds in by_rank) if limits else 0.0
         shown = f"{compute:.2f}" if limits else "-"
         share = f"{(read + written) / taken / rate:.2f}"
         limit = max(compute, moving, 1e-9)
@@ -92,7 +93,8 @@ def main() -> None:
     for rank, found in enumerate(theirs):
         phases = ", ".join(f"{phase} {statistics.median(found[phase]):.2f} s" for phase in ("forward and backward", "optimizer"))
         print(
-            f"DeepSpeed ZeRO-Infinity, rank {rank}: {phases}; peak {found['peak'] / 1e9:.2f} GB; "
+            f"DeepSpeed ZeRO-Infinity, rank {rank}: {phases}; peak {found['peak'] / 1e9:.2f} GB, "
+            f"{found['building'] / 1e9:.2f} before (built whole, without zero.Init); prefetch off; "
             f"losses {found['losses']}; parameters in {', '.join(found['dtypes'])}"
         )
 
@@ -227,6 +229,7 @@ def infinity(args: argparse.Namespace) -> None:
     with MemorySampler() as memory:
         model = build(args)
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        building, memory.peak_bytes = memory.peak_bytes, 0
         tokens = torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(engine.global_rank))
         found: dict[str, list[float]] = {"forward and backward": [], "optimizer": [], "losses": []}
         for number in range(args.steps + 1):
@@ -241,7 +244,7 @@ def infinity(args: argparse.Namespace) -> None:
                 found["forward and backward"].append(middle - begin)
                 found["optimizer"].append(end - middle)
     dtypes = sorted({str(p.dtype) for p in engine.module.parameters()})
-    Path(args.out).write_text(json.dumps({**found, "peak": memory.peak_bytes, "dtypes": dtypes}))
+    Path(args.out).write_text(json.dumps({**found, "peak": memory.peak_bytes, "building": building, "dtypes": dtypes}))
     os._exit(0)
 
 

@@ -745,6 +745,62 @@ def test_a_load_that_raises_leaves_nothing_behind() -> None:
     assert torch.equal(run.master("blocks.0.up.weight"), state["blocks.0.up.weight"])
 
 
+def penalties_from_gathered(stage: int) -> dict[str, Any]:
+    """A term of the loss made of parameters: inside the context it counts, after it backward refuses instead of giving NaN."""
+    run, model, opt, plain, _ = build("gpt", "sgd", stage=stage)
+    found: dict[str, Any] = {}
+    for module in (model, plain):
+        loss = CASES["gpt"].loss(module, 0)
+        with run.gathered(model.blocks[1]):
+            penalty = (
+                module.blocks[1].up.weight.pow(2).sum() + (module.blocks[1].up.weight.t() @ module.blocks[1].up.weight).sum()
+            )
+            (loss + penalty).backward()
+    (expected,) = [p.grad for name, p in plain.named_parameters() if name == "blocks.1.up.weight"]
+    mine = run.grad("blocks.1.up.weight")
+    found["inside"] = bool(torch.isfinite(mine).all()) and torch.allclose(mine, _averaged(expected), atol=1e-4)
+    opt.zero_grad()
+    loss = CASES["gpt"].loss(model, 0)
+    with run.gathered(model.blocks[1]):
+        penalty = model.blocks[1].up.weight.pow(2).sum()
+    try:
+        (loss + penalty).backward()
+        found["after"] = "no error"
+    except sw.errors.FreedParameterError as error:
+        found["after"] = str(error)
+    opt.zero_grad()
+    with run.gathered():
+        loss = CASES["gpt"].loss(model, 1)  # a forward is watched as ever
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    with run.gathered(model.blocks[1]):
+        weight = model.blocks[1].up.weight
+        squares = weight.pow(2).sum()
+        with torch.no_grad():
+            weight.mul_(1.0)
+        try:
+            squares.backward()
+            found["changed"] = stage < 3 or "no error"
+        except RuntimeError as error:
+            found["changed"] = "changed in place" in str(error) or "inplace" in str(error)
+    run.close()
+    return found
+
+
+def _averaged(grad: torch.Tensor) -> torch.Tensor:
+    total = grad.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_graph_built_in_a_gathered_context_is_right_or_refused(pool: RankPool, stage: int) -> None:
+    for found in pool.run(penalties_from_gathered, stage):
+        assert found["inside"] and found["changed"] is True, found
+        assert found["after"] == "no error" if stage < 3 else "which has ended" in found["after"], found
+
+
 def test_gathered_that_fails_on_entry_and_a_forward_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = HugeTied(False)

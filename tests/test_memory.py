@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 import shardwise as sw
 from cases import CASES, build
 from shardwise.errors import LifecycleError
-from shardwise.observe import format_bytes, process_memory
+from shardwise.observe import MemorySampler, format_bytes, process_memory
 from shardwise.planner import UnitSize, gpt_activation_bytes, plan_memory
 from shardwise.testing import RankPool
 from shardwise.testing.models import GPT, GPTConfig
-from shardwise.tiers import Heap, Kind, Ledger, SparePages, Tier, make_full_buffer
+from shardwise.tiers import Heap, Kind, Ledger, SparePages, Tier, make_full_buffer, pages
 from shardwise.tiers.heap import RETURN_EVERY_BYTES
 
 MB = 1 << 20
@@ -80,8 +84,6 @@ def test_pages_are_given_back_when_asked_when_limited_and_when_something_failed(
 def test_without_the_kernels_help_pages_come_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     import ctypes
 
-    from shardwise.tiers import pages
-
     def refuse(*_: object) -> int:
         ctypes.set_errno(38)
         return -1
@@ -99,6 +101,45 @@ def test_without_the_kernels_help_pages_come_anew(monkeypatch: pytest.MonkeyPatc
         buffer.tensor.fill_(1.0)
         buffer.discard()
         assert spare.num_bytes == 0 and buffer.is_untouched()
+
+
+def test_a_move_that_is_refused_half_way_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    spare = SparePages(32 * MB, ledger)
+    small, large = (make_full_buffer(n * MB // 4, torch.float32, torch.device("cpu"), spare) for n in (8, 24))
+    small.claim()
+    small.tensor.fill_(1.0)
+    small.discard()
+    large.claim()  # 8 MB that came and 16 of its own: two extents
+    large.tensor.fill_(2.0)
+    large.discard()
+    assert spare.num_bytes == ledger.now(Tier.HOST) == 24 * MB
+    real, calls = pages.move_pages, []
+
+    def refuse_the_second(origin: int, target: int, length: int) -> bool:
+        calls.append(length)
+        if len(calls) == 2:
+            pages.map_over(target, length)
+            return False
+        return real(origin, target, length)
+
+    monkeypatch.setattr(pages, "move_pages", refuse_the_second)
+    large.claim()
+    assert calls == [16 * MB, 8 * MB] and spare.num_bytes == ledger.now(Tier.HOST) == 0
+    assert large.tensor[16 * MB // 4 :].count_nonzero() == 0, "what did not come is empty"
+    large.tensor.fill_(3.0)
+    large.discard()
+    assert large.is_untouched() and spare.num_bytes == 24 * MB
+
+
+def test_the_sampler_sees_shared_memory_that_came_and_went(tmp_path: Path) -> None:
+    before = process_memory().total
+    with MemorySampler() as memory:
+        shared = mmap.mmap(-1, 64 * MB)  # shared between parent and children
+        shared.write(b"1" * 64 * MB)
+        time.sleep(0.1)
+        shared.close()
+    assert 60 * MB < memory.peak_bytes - before < 200 * MB
 
 
 def test_the_heap_gives_back_what_was_freed() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import random
 import re
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +197,9 @@ def test_states_in_a_host_of_its_own_are_updated_there(pool: RankPool) -> None:
 
 
 def test_the_rest_works_in_two_memories(pool: RankPool) -> None:
+    for stage in (0, 1, 2, 3):  # masters apart from parameters that stay on the device
+        for found in pool.run(as_two_memories, reading_and_writing, stage, {"optimizer": "host"}):
+            assert all(found.values()), (stage, found)
     for found in pool.run(as_two_memories, reading_and_writing):
         assert all(found.values()), found
     for report in pool.run(as_two_memories, delayed, 3):
@@ -251,9 +257,9 @@ def test_the_native_adam_stays_within_its_bound_of_torch(pool: RankPool, stage: 
 # -- around the step ------------------------------------------------------------------------------------------
 
 
-def reading_and_writing() -> dict[str, Any]:
-    """What users do outside the loop, with everything on disk: gathered contexts, state dicts, evaluation, closures."""
-    run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+def reading_and_writing(stage: int = 3, place: dict[str, str] = EVERYTHING) -> dict[str, Any]:
+    """What users do outside the loop, with states away: gathered contexts, state dicts, evaluation, closures."""
+    run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=stage, offload=sw.Offload(**place, step_bytes=STEP_BYTES))
     found: dict[str, Any] = {}
     with run.gathered(model.blocks[1]), torch.no_grad():
         model.blocks[1].up.weight.mul_(2.0)
@@ -533,9 +539,11 @@ def test_what_no_group_has_is_not_updated(pool: RankPool) -> None:
     ("options", "text"),
     [
         ({"params": "dsk"}, "did you mean 'disk'"),
+        ({"optimiser": "disk"}, "did you mean 'optimizer'"),
+        ({"path": "/tmp"}, "nothing is on disk"),
         ({"step_bytes": 10}, "step_bytes=10"),
         ({"host_bytes": 0}, "host_bytes=0"),
-        ({"path": 7}, "must be a directory"),
+        ({"path": 7, "grads": "disk"}, "must be a directory"),
     ],
 )
 def test_an_offload_that_makes_no_sense_is_refused(options: dict[str, Any], text: str) -> None:
@@ -580,6 +588,53 @@ def test_a_place_that_cannot_hold_it_is_refused_and_nothing_is_changed(options: 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
     optimizer.step()
+
+
+def test_a_model_built_on_disk_does_not_come_back_to_memory_unasked() -> None:
+    with sw.sharded_init(offload="disk"):
+        model, optimizer = small()
+    with pytest.raises(ConfigError, match="no offload"):
+        sw.shard(model, optimizer, stage=3)
+    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload())
+    assert run.ledger.now(Tier.DISK) == 0 and not run.placement()
+    run.close()
+
+
+def test_after_sharding_a_model_built_on_disk_its_construction_is_gone() -> None:
+    with sw.sharded_init(offload="disk"):
+        model, optimizer = small()
+    construction = next(iter(model.parameters()))._shardwise.unit.owner
+    gone = weakref.ref(construction)
+    del construction
+    run = sw.shard(model, optimizer, stage=3, offload="disk")
+    assert gone() is None
+    run.close()
+
+
+def interrupted_while_waiting() -> tuple[bool, int]:
+    """Ctrl-C in the middle of a fetch: what was being read is neither lent again nor lost, and training goes on."""
+    place = {"params": "disk", "grads": "host", "optimizer": "host"}
+    run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3, offload=sw.Offload(**place, step_bytes=STEP_BYTES))
+    waits = 0
+
+    def interrupt(edge: str) -> None:
+        nonlocal waits
+        if edge == "gather.wait":
+            waits += 1
+            if waits == 3:
+                raise KeyboardInterrupt
+
+    with delays(interrupt), contextlib.suppress(KeyboardInterrupt):
+        CASES["gpt"].loss(model, 0)
+    report = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=2)
+    run.close()
+    return report.is_bitwise, waits
+
+
+def test_an_interrupted_gather_is_neither_lost_nor_used_twice(pool: RankPool) -> None:
+    for function in (interrupted_while_waiting, functools.partial(as_two_memories, interrupted_while_waiting)):
+        for is_bitwise, waits in pool.run(function):
+            assert is_bitwise and waits == 3
 
 
 def test_one_ranks_missing_directory_is_an_error_on_all(pool: RankPool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
-from shardwise.engine import BUCKET_BYTES, MAX_EVICTIONS, MAX_IN_FLIGHT, Runtime, assemble, constructing
+from shardwise.engine import BUCKET_BYTES, MAX_EVICTIONS, MAX_IN_FLIGHT, Runtime, assemble, constructing, was_built_on_disk
 from shardwise.errors import ConfigError, MemoryBudgetError, ModelError, ShardwiseError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
 from shardwise.optim import NUM_SETS, clone_optimizer, num_moments, state_bytes
@@ -66,6 +66,11 @@ def shard(
     if getattr(model, "_shardwise_run", None) is not None:
         raise ModelError(
             "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
+        )
+    if offload is None and was_built_on_disk(model):
+        raise ConfigError(
+            "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
+            "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
         )
     runtime, specs = assemble(model, optimizer, config, mesh, _admission(config, optimizer))
     run = Run(model, optimizer, config, runtime, specs)
@@ -289,8 +294,9 @@ class Run:
         predicted = self.predicted_memory(activation_bytes=activation_bytes).by_kind()
         measured = self.measured_memory()
         rows = [[kind, format_bytes(predicted[kind]), format_bytes(measured[kind])] for kind in predicted]
-        if not measured["activation"]:
-            rows[list(predicted).index("activation")][2] = "not measured"
+        for column, figures, word in ((1, predicted, "not given"), (2, measured, "not measured")):
+            if not figures["activation"]:
+                rows[list(predicted).index("activation")][column] = word
         rows.append(["sum", format_bytes(sum(predicted.values())), format_bytes(sum(measured[k] for k in predicted))])
         first = runtime.units[0].dtypes
         lines = [
@@ -439,8 +445,8 @@ def _admission(
     budget = config.offload.host_bytes
 
     def admit(units: Sequence[Unit], specs: Sequence[UnitSpec]) -> None:
-        if budget is None:
-            return
+        if budget is None or units[0].device.type != "cpu":
+            return  # beside an accelerator the ledger refuses what the host cannot hold, as it is reserved
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if budget > physical:
             raise MemoryBudgetError(
@@ -453,7 +459,7 @@ def _admission(
             units,
             specs,
             num_moments=num_moments(optimizer),
-            exchange_bytes=config.exchange_bytes,
+            exchange_bytes=config.exchange_bytes if units[0].layout.world_size > 1 else _one_ranks_exchange(config, units),
             activation_bytes=0,
             prefetch_bytes=largest.full_bytes if config.prefetch_bytes is None else config.prefetch_bytes,
         )
@@ -466,6 +472,11 @@ def _admission(
             )
 
     return admit
+
+
+def _one_ranks_exchange(config: ShardConfig, units: Sequence[Unit]) -> int:
+    """A rank alone needs no larger exchange buffer than its largest gradient."""
+    return min(config.exchange_bytes, max(unit.layout.shard_numel * unit.dtypes.reduce.itemsize for unit in units))
 
 
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
 
+_T = TypeVar("_T")
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -23,6 +25,25 @@ _MASTERS = (torch.float64, torch.float32)
 TRANSPORTS = ("auto", "shared", "combined", "pairwise", "reference", "nccl")
 
 
+def _naming_its_options(cls: type[_T]) -> type[_T]:
+    """Have a dataclass refuse an unknown option by name, and suggest the nearest."""
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def checked(self: _T, **options: Any) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{cls.__name__} has no option {name!r}{_nearest(name, known)}; its options are {', '.join(known)}."
+                )
+        make(self, **options)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:
     """Dynamic loss scaling: multiply by `growth` after `interval` good steps, by `backoff` after a bad one."""
@@ -45,6 +66,7 @@ class LossScale:
             raise ConfigError(f"LossScale: interval={self.interval} must be at least 1 step.")
 
 
+@_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """Which dtype is stored, computed with, reduced in and updated. None means: the parameter's own."""
@@ -96,6 +118,7 @@ _PRESETS: dict[str, Precision] = {
 TIERS = ("device", "host", "disk")
 
 
+@_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
     """Where model states live between their uses: 'device', 'host' or 'disk' for each. On a CPU device and host are one."""
@@ -130,6 +153,8 @@ class Offload:
                 raise ConfigError(f"Offload: {field}={value!r} must be a whole number of at least {least} bytes.")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise ConfigError(f"Offload: path={self.path!r} must be a directory.")
+        if self.path is not None and not self.uses_disk:
+            raise ConfigError(f"Offload: path={self.path!r} is given, but nothing is on disk. Use 'disk' for some of the states.")
 
     @property
     def uses_disk(self) -> bool:

@@ -41,8 +41,21 @@ class Done(Ticket):
 class Deferred(Ticket):
     """A Ticket whose completion runs in the waiting thread, once."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], is_done: Callable[[], bool] | None = None) -> None:
+        """`is_done`, if given, says whether `finish` would not block."""
         self._finish: Callable[[], None] | None = finish
+        self._is_done = is_done
+
+    def is_done_within(self, patience_s: float) -> bool:
+        """Ask until it is, or patience ends."""
+        if self._is_done is None or self._finish is None:
+            return True
+        deadline = time.monotonic() + patience_s
+        while not self._is_done():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.0005)
+        return True
 
     def wait(self) -> None:
         """Run the completion if nobody has."""
@@ -52,7 +65,7 @@ class Deferred(Ticket):
 
 
 class Returning(Ticket):
-    """Another Ticket, and what is given back when it has ended, however it did."""
+    """Another Ticket, and what is given back when it has ended, well or not. A wait that was interrupted gives nothing back."""
 
     def __init__(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
         self._ticket = ticket
@@ -71,10 +84,15 @@ class Returning(Ticket):
         """Wait for it, and give back once."""
         try:
             self._ticket.wait()
-        finally:
-            if self._give_back is not None:
-                give_back, self._give_back = self._give_back, None
-                give_back()
+        except Exception:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            give_back()
 
 
 class Chain(Ticket):

@@ -45,7 +45,7 @@ class NcclTransport(Transport):
             if wire is not full:
                 full.copy_(wire)
 
-        return Deferred(finish)
+        return Deferred(finish, work.is_completed)
 
     def _gather_when(self, ready: Ticket, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         self._count_gather(shard)
@@ -83,4 +83,4 @@ class NcclTransport(Transport):
             del full  # the operation is ordered before anything the current stream does from here on
             sink(0, total.to(sum_dtype(wire)))
 
-        return Deferred(finish)
+        return Deferred(finish, work.is_completed)

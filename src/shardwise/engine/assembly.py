@@ -6,6 +6,7 @@ Called by `shard`. Until the first Unit is filled nothing of the user's is chang
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -78,8 +79,10 @@ def assemble(
         with offload.resident(unit, keeps_changes=True, is_new=True):
             _fill_unit(unit, spec)
         heap.freed(unit.full_bytes)
-    for construction in constructions.values():
-        construction.release()
+    if constructions:
+        while constructions:
+            constructions.popitem()[1].release()
+        gc.collect()  # a construction and its Units are cycles, with vectors and a file in them
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)

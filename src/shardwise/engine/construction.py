@@ -52,6 +52,11 @@ class Construction:
         self._mover = Mover(world.device, self.ledger)
         self._heap = Heap()
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether shards go to disk."""
+        return self._disk is not None
+
     # -- registration hooks -----------------------------------------------------------------------------------
 
     def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -147,6 +152,9 @@ class Construction:
     def release(self) -> None:
         """A model has been taken over: keep no vector and no thread for it."""
         self._read = None
+        self._mover.close()
+        for buffers in (self._mover.buffers, self._mover.device_buffers):
+            buffers.drop_free()
         self.transport.close()  # the disk stays for other models built beside it, and goes with the last of them
 
     def finish(self) -> None:
@@ -194,6 +202,12 @@ class Construction:
         """Clearing is harmless; anything else comes too early."""
         if grad is not None:
             raise ShardwiseError(f"setting .grad under sharded_init(): {self.remedy()}")
+
+
+def was_built_on_disk(model: nn.Module) -> bool:
+    """Whether a model was built under `sharded_init` with its shards on disk, and not sharded since."""
+    owners = [p._shardwise.unit.owner for p in model.parameters() if hasattr(p, "_shardwise")]
+    return any(isinstance(owner, Construction) and owner.is_on_disk for owner in owners)
 
 
 @contextlib.contextmanager

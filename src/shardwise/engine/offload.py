@@ -156,7 +156,7 @@ class Offloading:
         problem: Exception | None = None
         try:
             attempt()
-        except (DiskError, MemoryBudgetError) as error:
+        except (OSError, MemoryBudgetError) as error:
             problem = error
         texts = self.world.gather_objects(None if problem is None else str(problem))
         if problem is not None:
@@ -186,7 +186,8 @@ class Offloading:
         own = own_slice(self.world, full)
         start = shelf.starts[unit.index]
         num_bytes = own.numel() * own.element_size()
-        if own.dtype == shelf.dtype and own.data_ptr() % ALIGNMENT == 0 and num_bytes % ALIGNMENT == 0:
+        is_aligned = own.data_ptr() % ALIGNMENT == 0 and num_bytes % ALIGNMENT == 0
+        if own.dtype == shelf.dtype and (is_aligned or self.mover.is_apart):
             return transport.gather(unit.index, own, full, shelf.fetch(own, start))
         buffers = self.mover.device_buffers
         buffer = buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
@@ -272,10 +273,8 @@ class Offloading:
 
     def _finish_eviction(self) -> None:
         _, ticket, buffer = self._evictions.popleft()
-        try:
+        with self.mover.device_buffers.returned(buffer):
             ticket.wait()
-        finally:
-            self.mover.device_buffers.give(buffer)
 
     def settle(self) -> None:
         """Return when every gradient is down."""

@@ -7,12 +7,14 @@ computes and younger than everything upstream, and it is this call's own even if
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shardwise.engine.nested import map_tensors, tensors_in
+from shardwise.errors import FreedParameterError
 from shardwise.partition import ShardedParameter, Unit
 
 
@@ -123,3 +125,35 @@ class Frame:
         self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
         self.units: list[Unit] = []  # Units this call opened: released when its backward is over
         self.nested: list[Unit] = []  # Units some outer call has open anyway
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps of a computation inside `run.gathered`."""
+
+    tensor: torch.Tensor
+    version: int
+    unit: Unit | None
+
+
+def saving_for_inside(units: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
+    """A graph that is built in this context may read parameters of `units` in backward only while they are gathered."""
+    places = {unit.full.untyped_storage().data_ptr(): unit for unit in units if not unit.is_always_full}
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Saved(tensor, tensor._version, places.get(tensor.untyped_storage().data_ptr()))
+
+    def unpack(saved: _Saved) -> torch.Tensor:
+        tensor, version, unit = saved
+        if unit is not None and not unit.is_gathered:
+            raise FreedParameterError(
+                f"backward reached parameters of Unit {unit.name!r} (rank {unit.rank}) that were used inside `with "
+                "run.gathered(...):`, which has ended. Call backward inside the context, or compute this part of the loss in a "
+                "module's forward."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor._version != version:
+                raise RuntimeError("a tensor needed for backward, saved inside `with run.gathered(...):`, was changed in place.")
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

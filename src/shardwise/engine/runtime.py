@@ -24,7 +24,7 @@ from shardwise.comm import Transport, World
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.nested import map_tensors, tensors_in
 from shardwise.engine.offload import Offloading
-from shardwise.engine.passage import Frame, Inside, Passage
+from shardwise.engine.passage import Frame, Inside, Passage, saving_for_inside
 from shardwise.engine.stages import Stage
 from shardwise.engine.window import Window
 from shardwise.errors import (
@@ -116,13 +116,13 @@ class Runtime:
         self.units = units
         self.transport = transport
         sizes = {unit.index: unit.full_bytes for unit in units if not unit.is_always_full}
-        if sizes and self.world.device.type == "cpu":
-            self.spare_pages = SparePages(max(sizes.values()), self.ledger)
-            for unit in units:
-                unit.spare_pages = self.spare_pages
         if sizes and (transport.gathers_ahead or self.offload.params_are_away) and prefetch_bytes != 0:
             budget = max(sizes.values()) if prefetch_bytes is None else prefetch_bytes
             self.runner = Runner(sizes, budget, self._start_early, self._drop)
+            if self.world.device.type == "cpu":
+                self.spare_pages = SparePages(max(sizes.values()), self.ledger)
+                for unit in units:
+                    unit.spare_pages = self.spare_pages
         self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger, self.offload)
         if self.scaler is not None:
             self.gradients.loss_scale = self.scaler.scale
@@ -259,9 +259,13 @@ class Runtime:
             self._start_gather(unit)
         ticket = self._tickets.pop(unit.index)
         try:
+            pause("gather.wait")
             ticket.wait()
-        except BaseException:
+        except Exception:
             unit.cancel_gather()
+            raise
+        except BaseException:
+            self._tickets[unit.index] = ticket  # interrupted: it goes on, for the next who asks or for `settle`
             raise
         pause("gather.expose")
         unit.expose()
@@ -304,6 +308,10 @@ class Runtime:
         """Something other than the expected pass comes next: hold nothing that was started early."""
         if self.runner is not None:
             self.runner.stop()
+        for index in list(self._tickets):
+            self._drop(index)
+        if self.spare_pages is not None:
+            self.spare_pages.drop()
 
     def _free(self, unit: Unit) -> None:
         is_needed = unit.scopes > 0 or unit.is_pinned or bool(unit.passages)
@@ -532,7 +540,8 @@ class Runtime:
                 unit.num_contexts += 1
                 unit.uncover()
                 versions[unit.index] = [param._version for param in unit.params]
-            yield
+            with saving_for_inside(units):
+                yield
         finally:
             self._num_gathered_contexts -= 1
             self.transport.fence()  # others may still be gathering

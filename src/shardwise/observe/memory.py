@@ -30,24 +30,33 @@ def process_memory(pid: int | str = "self") -> ProcessMemory:
     return ProcessMemory(found["Pss_Anon"], found["Pss_Shmem"])
 
 
-def _anonymous_bytes() -> int:
+_SHARED_STEP_BYTES = 4 << 20
+_SHARED_PERIOD_S = 1.0
+
+
+def _counters() -> tuple[int, int]:
+    """Bytes of private pages, and of shared ones that are mapped here, whoever else maps them."""
     with open("/proc/self/status", "rb") as file:
         text = file.read()
-    at = text.index(b"RssAnon:")
-    return int(text[at + 8 : text.index(b"kB", at)]) * 1024
+
+    def figure(key: bytes) -> int:
+        at = text.index(key) + len(key)
+        return int(text[at : text.index(b"kB", at)]) * 1024
+
+    return figure(b"RssAnon:"), figure(b"RssShmem:")
 
 
 class MemorySampler:
     """Samples this process's memory from a thread and keeps the peak; use as a context.
 
-    Private memory is read from the kernel's counters. The share of shared memory is found by walking all pages, which takes
-    milliseconds per gigabyte from whoever computes, and changes little: it is looked up once in a while.
+    Memory is read from the kernel's counters. This process's share of shared memory is found by walking all pages, which takes
+    tens of milliseconds per gigabyte from whoever computes: only when the counter of shared pages has moved, and once a second.
     """
 
-    def __init__(self, period_s: float = 0.01, shared_period_s: float = 1.0) -> None:
+    def __init__(self, period_s: float = 0.01) -> None:
         self.peak_bytes = 0
         self._shared = 0
-        self._shared_period_s = shared_period_s
+        self._mapped = -1  # what the counter said when the share was looked up
         self._shared_due = 0.0
         self._period_s = period_s
         self._stop = threading.Event()
@@ -55,10 +64,13 @@ class MemorySampler:
 
     def sample(self) -> int:
         """Take one sample now and return it."""
-        if time.monotonic() >= self._shared_due:
+        anonymous, mapped = _counters()
+        has_moved = abs(mapped - self._mapped) > _SHARED_STEP_BYTES
+        if has_moved or (mapped and time.monotonic() >= self._shared_due):
             self._shared = process_memory().shared
-            self._shared_due = time.monotonic() + self._shared_period_s
-        now = _anonymous_bytes() + self._shared
+            self._mapped = mapped
+            self._shared_due = time.monotonic() + _SHARED_PERIOD_S
+        now = anonymous + self._shared
         self.peak_bytes = max(self.peak_bytes, now)
         return now
 

@@ -271,7 +271,11 @@ class Unit:
         full = self.full  # creates the buffer on first use
         assert self._full is not None
         self._full.claim()
-        self._ledger.take(self._tier, Kind.BUFFER, self._full.num_bytes)
+        try:
+            self._ledger.take(self._tier, Kind.BUFFER, self._full.num_bytes)
+        except BaseException:
+            self._full.discard()
+            raise
         self.state = UnitState.GATHERING
         return full
 

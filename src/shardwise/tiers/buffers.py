@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -46,13 +47,27 @@ class Buffers:
             else:
                 self.drop_free()  # a larger one takes their place
                 self._ledger.take(self._tier, Kind.BUFFER, size)
-                memory = self._make(size)
+                try:
+                    memory = self._make(size)
+                except BaseException:
+                    self._ledger.give(self._tier, Kind.BUFFER, size)
+                    raise
         return Buffer(memory, num_bytes)
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         with self._lock:
             self._free.append(buffer.memory)
+
+    @contextlib.contextmanager
+    def returned(self, buffer: Buffer) -> Iterator[None]:
+        """Take a buffer back when the context ends, unless it was interrupted: then something may still be moving."""
+        try:
+            yield
+        except Exception:
+            self.give(buffer)
+            raise
+        self.give(buffer)
 
     def drop_free(self) -> None:
         """Give back what is not lent."""

@@ -193,15 +193,17 @@ def file_system_of(path: Path) -> str:
 def _open_nameless(directory: Path) -> tuple[int, bool]:
     """A file without a name, and whether it takes direct access."""
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise DiskError(errno.ENOTDIR, f"Offload(path={str(directory)!r}) {what}. Make it, or name another one.")
+        if directory.exists():
+            raise DiskError(errno.ENOTDIR, f"{directory} is not a directory. Name one for the states, as in Offload(path=...).")
+        raise DiskError(errno.ENOENT, f"directory {directory} does not exist. Make it, or name another one in Offload(path=...).")
     try:
         descriptor = _open_anonymous(directory)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise DiskError(
                 error.errno,
-                f"Offload(path={str(directory)!r}) cannot be written: {error.strerror}. Name a directory this user may write in.",
+                f"directory {directory} cannot be written: {error.strerror}. Name one that this user may write in, as in "
+                "Offload(path=...).",
             ) from None
         raise DiskError(error.errno or errno.EIO, f"no file could be made in {directory}: {error.strerror}.") from None
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

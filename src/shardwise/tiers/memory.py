@@ -71,7 +71,13 @@ class MappedBuffer(FullBuffer):
         if self._spare is not None and self._extents is None:
             whole = whole_huge_pages(self._length)
             came = self._spare.lend(self.tensor.data_ptr(), whole)
-            self._extents = [*came, *([whole - sum(came)] if sum(came) < whole else [])]
+            moved = sum(came)
+            self._extents = came
+            if moved < whole:
+                # What is left of earlier moves may be several mappings, which older kernels do not move as one.
+                map_over(self.tensor.data_ptr() + moved, whole - moved)
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._start + moved, whole - moved)
+                self._extents = [*came, whole - moved]
 
     def discard(self, *, is_quiet: bool = True) -> None:
         """Leave the pages to the next buffer or drop them; private anonymous memory, so the next read sees zeros."""

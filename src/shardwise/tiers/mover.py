@@ -1,6 +1,6 @@
 """The offload engine: copies between host and device memory beside the computation, through a few buffers that stay.
 
-On a CPU host and device are one memory and nothing is copied. On CUDA every copy is a job of one thread with a stream of its own:
+On a CPU host and device are one memory and nothing is copied. On CUDA every copy is a job of a thread with a stream of its own:
 it waits for what comes before it (a read from disk, the work that was queued when it was asked for), copies, and has ended when
 the bytes are there, for the host and for every stream. The CUDA calls follow torch's documentation and have not been run on a
 GPU; all the rest is run by tests that treat one memory as two.
@@ -29,7 +29,10 @@ def are_apart(device: torch.device) -> bool:
 
 
 class Mover:
-    """One thread that copies, and the buffers on both sides."""
+    """A thread that copies up, one that copies down, and the buffers on both sides.
+
+    Two, because what goes down may wait for other ranks (a reduction), and they may wait for what comes up.
+    """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self.device = device
@@ -41,8 +44,7 @@ class Mover:
         """Where gradients are formed and parameters are computed with."""
         if self.is_apart:
             self.device_buffers = Buffers(ledger, Tier.HOST if device.type == "cpu" else Tier.DEVICE, self._device_memory)
-        self._lane = Lane("shardwise-mover")
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._up, self._down = _Way("shardwise-up", device), _Way("shardwise-down", device)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Host memory of exactly this size in whole pages, as bytes, that the device can copy from and to by itself."""
@@ -54,15 +56,30 @@ class Mover:
     def _device_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None, then: Callable[[], None] | None = None
-    ) -> Ticket:
-        """Start copying once `after` has ended; neither side may be used otherwise before the Ticket was waited for.
+    def copy_up(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
+        """Start copying to device memory once `after` has ended; neither side may be used otherwise until the Ticket has."""
+        return self._up.copy(target, source, first=Done() if after is None else after, then=lambda: None)
 
-        `then` runs when the bytes are there.
-        """
-        queued = None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
-        first = Done() if after is None else after
+    def copy_down(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], None] = lambda: None) -> Ticket:
+        """Start copying from device memory, and run `then` when the bytes are there."""
+        return self._down.copy(target, source, first=Done(), then=then)
+
+    def close(self) -> None:
+        """Finish what was started and end the threads."""
+        self._up.close()
+        self._down.close()
+
+
+class _Way:
+    """Copies in one direction, one after the other."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
+        self._lane = Lane(name)
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, first: Ticket, then: Callable[[], None]) -> Ticket:
+        queued = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def work() -> None:
             first.wait()
@@ -74,13 +91,11 @@ class Mover:
                     self._stream.wait_event(queued)
                     target.copy_(source, non_blocking=True)
                 self._stream.synchronize()
-            if then is not None:
-                then()
+            then()
 
         return self._lane.submit(work)
 
     def close(self) -> None:
-        """Finish what was started and end the thread."""
         self._lane.close()
 
 

@@ -60,7 +60,7 @@ class Shelf(ABC):
         """One Unit's vector in device memory for a while; if it is new it starts as zeros."""
         buffers = self._mover.device_buffers
         buffer = buffers.take(whole_quanta(self._lengths[unit]) * self.dtype.itemsize)
-        try:
+        with buffers.returned(buffer):
             if is_new:
                 buffer.raw.zero_()
             else:
@@ -68,8 +68,6 @@ class Shelf(ABC):
             yield buffer.as_vector(self.dtype, self._lengths[unit])
             if keeps_changes:
                 self.evict(buffer.raw, self.starts[unit]).wait()
-        finally:
-            buffers.give(buffer)
 
 
 class HostShelf(Shelf):
@@ -86,12 +84,12 @@ class HostShelf(Shelf):
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
         """Copy up."""
         target = memory.view(self.dtype)
-        return self._mover.copy(target, self.vector[start : start + target.numel()])
+        return self._mover.copy_up(target, self.vector[start : start + target.numel()])
 
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
         """Copy down."""
         source = memory.view(self.dtype)
-        return self._mover.copy(self.vector[start : start + source.numel()], source)
+        return self._mover.copy_down(self.vector[start : start + source.numel()], source)
 
 
 class DiskShelf(Shelf):
@@ -119,7 +117,7 @@ class DiskShelf(Shelf):
             return self.read(memory, start)
         target = memory.view(torch.uint8)
         buffer = self._mover.buffers.take(target.numel())
-        copied = self._mover.copy(target, buffer.raw[: target.numel()], after=self.read(buffer.raw, start))
+        copied = self._mover.copy_up(target, buffer.raw[: target.numel()], after=self.read(buffer.raw, start))
         return Returning(copied, lambda: self._mover.buffers.give(buffer))
 
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
@@ -129,5 +127,5 @@ class DiskShelf(Shelf):
         source = memory.view(torch.uint8)
         buffer = self._mover.buffers.take(source.numel())
         writes: list[Ticket] = []
-        copied = self._mover.copy(buffer.raw, source, then=lambda: writes.append(self.write(buffer.raw, start)))
+        copied = self._mover.copy_down(buffer.raw, source, then=lambda: writes.append(self.write(buffer.raw, start)))
         return Returning(Chain(copied, writes), lambda: self._mover.buffers.give(buffer))
