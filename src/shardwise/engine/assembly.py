@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Reservation, World, make_transport
 from shardwise.config import ShardConfig
+from shardwise.engine.construction import Construction
 from shardwise.engine.digest import digest
 from shardwise.engine.hooks import attach, check_methods
 from shardwise.engine.offload import Offloading
@@ -70,9 +71,7 @@ def assemble(
     offload.place(optimizer)
     reservations = [_reservation(unit) for unit in units]
     transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
-    constructions = {
-        id(handle.unit.owner): handle.unit.owner for i in infos if (handle := getattr(i.param, "_shardwise", None)) is not None
-    }
+    constructions = _constructions(infos)
     heap = Heap()
     for unit, spec, vector in zip(units, specs, memory, strict=True):
         unit.allocate(vector, transport.overlay(unit.index, vector) if unit.can_overlay else None)
@@ -81,7 +80,7 @@ def assemble(
         heap.freed(unit.full_bytes)
     if constructions:
         while constructions:
-            constructions.popitem()[1].release()
+            constructions.pop().release()
         gc.collect()  # a construction and its Units are cycles, with vectors and a file in them
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
@@ -91,6 +90,11 @@ def assemble(
     runtime.start(units, transport, config.prefetch_bytes)
     attach(model, runtime, units, config.methods)
     return runtime, specs
+
+
+def _constructions(infos: Sequence[ParamInfo]) -> set[Construction]:
+    """Who holds parameters that were built under sharded_init."""
+    return {info.param._shardwise.unit.owner for info in infos if hasattr(info.param, "_shardwise")}
 
 
 def _check_model(model: nn.Module) -> list[ParamInfo]:
