@@ -67,7 +67,7 @@ def shard(
         raise ModelError(
             "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
         )
-    if offload is None and was_built_on_disk(model):
+    if offload is None and isinstance(model, nn.Module) and was_built_on_disk(model):
         raise ConfigError(
             "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
             "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
