@@ -272,9 +272,14 @@ class Offloading:
             self.mover.device_buffers.give(buffer)
 
     def _finish_eviction(self) -> None:
-        _, ticket, buffer = self._evictions.popleft()
+        _, ticket, buffer = self._evictions[0]
         with self.mover.device_buffers.returned(buffer):
-            ticket.wait()
+            try:
+                ticket.wait()
+            except Exception:
+                self._evictions.popleft()
+                raise
+            self._evictions.popleft()  # not before: an interrupted wait leaves it on the list
 
     def settle(self) -> None:
         """Return when every gradient is down."""

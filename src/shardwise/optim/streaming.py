@@ -84,13 +84,13 @@ class _Set:
 
     def wait(self) -> None:
         """Return when nothing moves any more; raise the first error then."""
-        tickets, self.tickets = self.tickets, []
         failed: DiskError | None = None
-        for ticket in tickets:
+        while self.tickets:
             try:
-                ticket.wait()
+                self.tickets[0].wait()
             except DiskError as error:
                 failed = failed or error
+            self.tickets.pop(0)
         if failed is not None:
             raise failed
 
