@@ -74,6 +74,7 @@ def test_training_from_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_training_from_a_directory_that_is_not_there_is_one_line() -> None:
     done = train("--steps", "2", "--offload-optimizer", "disk", "--offload-path", "/nowhere/at/all")
     assert done.returncode != 0 and "does not exist" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -68,7 +68,7 @@ def test_fused_optimizer_stays_within_its_bound(pool: RankPool, stage: int) -> N
         assert report.largest <= 1e-5, str(report)
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_more_ranks_and_rank_order_sums(request: pytest.FixtureRequest, world: int) -> None:
     """Sums are formed in rank order, so even three and four ranks agree with the reference to the last bit."""
     ranks: RankPool = request.getfixturevalue(f"pool{world}")

@@ -260,6 +260,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_torchruns_one_thread_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun gives each of several ranks one thread if its own environment says nothing."""
     for chosen_threads in (None, "1"):
