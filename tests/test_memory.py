@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -132,7 +131,7 @@ def test_a_move_that_is_refused_half_way_loses_nothing(monkeypatch: pytest.Monke
     assert large.is_untouched() and spare.num_bytes == 24 * MB
 
 
-def test_the_sampler_sees_shared_memory_that_came_and_went(tmp_path: Path) -> None:
+def test_the_sampler_sees_shared_memory_that_came_and_went() -> None:
     before = process_memory().total
     with MemorySampler() as memory:
         shared = mmap.mmap(-1, 64 * MB)  # shared between parent and children
