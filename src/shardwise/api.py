@@ -15,10 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
-from shardwise.engine import BUCKET_BYTES, MAX_EVICTIONS, MAX_IN_FLIGHT, Runtime, assemble, constructing, was_built_on_disk
-from shardwise.errors import ConfigError, MemoryBudgetError, ModelError, ShardwiseError
+from shardwise.engine import (
+    BUCKET_BYTES,
+    MAX_EVICTIONS,
+    MAX_IN_FLIGHT,
+    Runtime,
+    assemble,
+    constructing,
+    digest,
+    was_built_on_disk,
+)
+from shardwise.errors import ConfigError, MemoryBudgetError, ModelError, RanksDifferError, ShardwiseError
 from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
-from shardwise.optim import NUM_SETS, clone_optimizer, num_moments, state_bytes
+from shardwise.optim import NUM_SETS, GradScaler, clone_optimizer, innermost, num_moments, state_bytes
 from shardwise.partition import Unit, UnitSpec
 from shardwise.planner import MemoryPlan, UnitSize, plan_memory
 from shardwise.testing.parity import ParityReport, compare_with_plain
@@ -36,6 +45,7 @@ def shard(
     exchange_bytes: int = ShardConfig.exchange_bytes,
     prefetch_bytes: int | None = ShardConfig.prefetch_bytes,
     methods: str | Sequence[str] = (),
+    buffers: str = ShardConfig.buffers,
     transport: str = ShardConfig.transport,
     timeout_s: float = ShardConfig.timeout_s,
     offload: Offload | str | None = None,
@@ -57,12 +67,14 @@ def shard(
             "exchange_bytes": exchange_bytes,
             "prefetch_bytes": prefetch_bytes,
             "methods": methods,
+            "buffers": buffers,
             "transport": transport,
             "timeout_s": timeout_s,
             "offload": offload,
             **unknown,
         }
     )
+    optimizer = innermost(optimizer)
     if getattr(model, "_shardwise_run", None) is not None:
         raise ModelError(
             "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
@@ -113,6 +125,8 @@ class Run:
             for name in info.names
         }
         self._specs = specs
+        self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
+        """A `torch.amp.GradScaler` for this model; it passes everything through unless `Precision(loss_scale=...)` asks for it."""
         self.config = config
         """What was asked for, frozen."""
         self.ledger = runtime.ledger
@@ -123,8 +137,8 @@ class Run:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; returns the norm before clipping.
 
-        Raises NonFiniteGradientError, with nothing changed, if a gradient is infinite or NaN (under loss scaling
-        the coming step is skipped instead).
+        Raises NonFiniteGradientError, with nothing changed, if a gradient is infinite or NaN. Under loss scaling call
+        `run.scaler.unscale_(optimizer)` first; an infinite norm is then returned, and the scaler skips the step.
         """
         if not (max_norm > 0 and norm_type > 0):
             raise ConfigError(f"clip_grad_norm_({max_norm}, {norm_type}): both must be positive.")
@@ -141,87 +155,112 @@ class Run:
         if any(handle is None or handle.unit.owner is not self._runtime for handle in handles):
             raise ModelError(f"gathered(): {type(module).__name__} has parameters that this run does not manage.")
         units = {handle.unit.index: handle.unit for handle in handles if handle is not None}
-        with self._runtime.gathered(list(units.values())):
+        with self._runtime.outside.gathered(list(units.values())):
             yield
 
     # -- reading ----------------------------------------------------------------------------------------------
 
-    def iter_full_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full value) of parameters, one Unit in memory at a time, then of buffers. All ranks must iterate.
+    def iter_full_state(self) -> Iterator[tuple[str, Any]]:
+        """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must iterate.
 
         Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
         next one is asked for.
         """
+        self._runtime.absorb_writes()
         by_unit: dict[int, list[tuple[str, int]]] = {}
-        for name, (unit, slot) in self._places.items():
-            by_unit.setdefault(unit.index, []).append((name, slot))
+        others: list[tuple[str, Any]] = []
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            handle = getattr(value, "_shardwise", None)
+            if handle is None:
+                others.append((name, value))
+            else:
+                by_unit.setdefault(handle.unit.index, []).append((name, handle.slot))
+        self._check_replicas(others)
         for unit in self._runtime.units:
-            full = self._runtime.full_master(unit)
-            for name, slot in by_unit[unit.index]:
+            full = self._runtime.outside.full_master(unit)
+            for name, slot in by_unit.get(unit.index, ()):
                 yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
-        persistent = {name for name in self._buffer_names()}
-        for name, buffer in self._model.named_buffers():
-            if name in persistent:
-                yield name, buffer
+        yield from others
 
-    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, torch.Tensor]:
-        """The whole state dict on the CPU, streamed Unit by Unit; empty on other ranks unless `rank0_only=False`."""
+    def _check_replicas(self, others: Sequence[tuple[str, Any]]) -> None:
+        """What every rank has whole must be the same on all of them: saved from slices it would be a patchwork."""
+        runtime = self._runtime
+        whole = [unit for unit in runtime.units if unit.is_always_full]
+        strangers = [(name, value) for name, value in others if isinstance(value, nn.Parameter)]
+        marks = [digest(unit.full) for unit in whole] + [digest(value) for _, value in strangers]
+        found = runtime.agree_on(marks) if marks and runtime.world.world_size > 1 else []
+        names = [unit.layout.slots[0].name for unit in whole] + [name for name, _ in strangers]
+        for name, (low, high) in zip(names, found, strict=False):
+            if low != high:
+                raise RanksDifferError(
+                    f"parameter {name!r}, or one gathered with it, has different values on different ranks: it was changed by hand "
+                    "on some of them, or never averaged. Make the same change on every rank before saving."
+                )
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
+        """The whole state dict on the CPU, streamed Unit by Unit; empty on other ranks unless `rank0_only=False`.
+
+        Keys, buffers and extra state are those of `model.state_dict()`.
+        """
         wanted = self._runtime.world.rank == 0 or not rank0_only
-        found: dict[str, torch.Tensor] = {}
-        tied: dict[tuple[int, int], torch.Tensor] = {}
+        found: dict[str, Any] = {}
+        tied: dict[int, torch.Tensor] = {}
+        entries = self._model.state_dict(keep_vars=True)
         for name, value in self.iter_full_state():
             if not wanted:
                 continue
-            place = self._places.get(name)
-            key = None if place is None else (place[0].index, place[1])
-            if key is not None and key in tied:
-                found[name] = tied[key]
+            if not isinstance(value, torch.Tensor):
+                found[name] = copy.deepcopy(value)  # a module's extra state
                 continue
-            found[name] = value.detach().to("cpu", copy=True).contiguous()
-            if key is not None:
-                tied[key] = found[name]
-        order = [*self._model_order(), *found]
-        return {name: found[name] for name in dict.fromkeys(order) if name in found}
+            key = id(entries[name])
+            if key not in tied:
+                tied[key] = value.detach().to("cpu", copy=True).contiguous()
+            found[name] = tied[key]
+        return {name: found[name] for name in entries if name in found}
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
         unit, slot = self._place(name)
-        if not unit.is_trainable or (unit.grad is None and not self._runtime.offload.grads_are_away):
+        if not self._runtime.gradients.holds(unit, slot) or not unit.layout.slots[slot].numel:
             return None
-        has = any(p.piece.slot_index == slot and p.master.grad is not None for p in unit.pieces)
-        flag = self._runtime.transport.combine(
-            torch.tensor([int(has)], device=self._runtime.world.device), torch.distributed.ReduceOp.MAX
-        )
-        if not flag.item():
-            return None
-        return _param_view(unit, slot, self._runtime.full_grad(unit)).clone()
+        return _param_view(unit, slot, self._runtime.outside.full_grad(unit)).clone()
+
+    def iter_grads(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, full reduced gradient or None) of every parameter, one Unit in memory at a time. All ranks must iterate.
+
+        A tensor is only valid until the next one is asked for.
+        """
+        gradients = self._runtime.gradients
+        for unit, names in self._by_unit():
+            held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
+            full = self._runtime.outside.full_grad(unit) if held else None
+            for slot, name in names.items():
+                yield name, _param_view(unit, slot, full) if full is not None and slot in held else None
+
+    def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must iterate."""
+        self._runtime.absorb_writes()
+        for unit, names in self._by_unit():
+            full = self._runtime.outside.full_master(unit)
+            for slot, name in names.items():
+                yield name, _param_view(unit, slot, full)
+
+    def _by_unit(self) -> Iterator[tuple[Unit, dict[int, str]]]:
+        """Every Unit with the first name of each of its parameters."""
+        for unit, spec in zip(self._runtime.units, self._specs, strict=True):
+            yield unit, {slot: info.name for slot, info in enumerate(spec.infos)}
 
     def master(self, name: str) -> torch.Tensor:
         """The full value the optimizer updates (fp32 or wider). All ranks must call."""
+        self._runtime.absorb_writes()
         unit, slot = self._place(name)
-        return _param_view(unit, slot, self._runtime.full_master(unit)).clone()
+        return _param_view(unit, slot, self._runtime.outside.full_master(unit)).clone()
 
     def _place(self, name: str) -> tuple[Unit, int]:
         if name not in self._places:
             near = difflib.get_close_matches(name, self._places, n=1)
             raise ModelError(f"no parameter {name!r} in the model{f' (did you mean {near[0]!r}?)' if near else ''}.")
         return self._places[name]
-
-    def _buffer_names(self) -> set[str]:
-        names = set()
-        for path, module in self._model.named_modules():
-            for name in module._buffers:
-                if name not in module._non_persistent_buffers_set:
-                    names.add(f"{path}.{name}" if path else name)
-        return names
-
-    def _model_order(self) -> list[str]:
-        order: list[str] = []
-        for path, module in self._model.named_modules():
-            prefix = f"{path}." if path else ""
-            order += [prefix + name for name in module._parameters]
-            order += [prefix + name for name in module._buffers]
-        return order
 
     # -- looking back -----------------------------------------------------------------------------------------
 
@@ -243,7 +282,7 @@ class Run:
     @property
     def loss_scale(self) -> float:
         """The loss scale in force (1.0 without loss scaling)."""
-        return self._runtime.scaler.scale if self._runtime.scaler is not None else 1.0
+        return float(self.scaler.get_scale())
 
     @property
     def num_skipped_steps(self) -> int:
@@ -325,8 +364,8 @@ class Run:
                 f"{operation}: {counters.calls[operation]} calls, {counters.elements[operation]} elements "
                 f"({format_bytes(counters.bytes[operation])}) sent"
             )
-        if runtime.scaler is not None:
-            lines.append(f"loss scale {runtime.scaler.scale:g}, {runtime.num_skipped_steps} steps skipped")
+        if runtime.needs_scaling:
+            lines.append(f"loss scale {self.loss_scale:g}, {runtime.num_skipped_steps} steps skipped")
         return "\n".join(lines)
 
     def _emulation_note(self) -> str:

@@ -22,6 +22,9 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module],
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MASTERS = (torch.float64, torch.float32)
+MAX_TIMEOUT_S = 30 * 24 * 3600.0
+"""A month: longer waits overflow the clocks below."""
+BUFFERS = ("broadcast", "local")
 TRANSPORTS = ("auto", "shared", "combined", "pairwise", "reference", "nccl")
 
 
@@ -203,6 +206,9 @@ class ShardConfig:
     """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
     offload: Offload = dataclasses.field(default_factory=Offload)
     """Where model states live between their uses."""
+    buffers: str = "broadcast"
+    """'broadcast': every rank goes on with rank 0's buffers after each backward, as under DistributedDataParallel; 'local': each
+    rank keeps its own."""
     transport: str = "auto"
     """How ranks combine: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
 
@@ -222,8 +228,13 @@ class ShardConfig:
         ahead = self.prefetch_bytes
         if ahead is not None and (isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0):
             raise ConfigError(f"prefetch_bytes={ahead!r} must be a whole number of bytes, 0 for no prefetch, or None.")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds.")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, at most {MAX_TIMEOUT_S:g}.")
+        if self.buffers not in BUFFERS:
+            raise ConfigError(
+                f"buffers={self.buffers!r} is not known{_nearest(str(self.buffers), BUFFERS)}; use 'broadcast' (rank 0's, as "
+                "DistributedDataParallel does) or 'local'."
+            )
         if self.transport not in TRANSPORTS:
             raise ConfigError(
                 f"transport={self.transport!r} is not known{_nearest(self.transport, TRANSPORTS)}; "

@@ -32,10 +32,6 @@ class StaleGraphError(ShardwiseError, RuntimeError):
     """Backward reached Units whose parameters changed after the forward pass."""
 
 
-class UnannouncedBackwardError(ShardwiseError, RuntimeError):
-    """Backward reached a freed Unit without passing through an output of a module that uses it."""
-
-
 class NonFiniteGradientError(ShardwiseError, ArithmeticError):
     """Gradients contain infinity or NaN where finite values are required."""
 

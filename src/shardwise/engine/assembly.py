@@ -6,7 +6,9 @@ Called by `shard`. Until the first Unit is filled nothing of the user's is chang
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +20,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.construction import Construction
 from shardwise.engine.digest import digest
 from shardwise.engine.hooks import attach, check_methods
+from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
 from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime
@@ -25,7 +28,7 @@ from shardwise.engine.stages import STAGES, Held
 from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.observe import EventLog
-from shardwise.optim import LossScaler, adopt_optimizer, check_optimizer, make_pieces
+from shardwise.optim import Adopted, check_optimizer, make_pieces
 from shardwise.partition import (
     ParamInfo,
     Unit,
@@ -58,12 +61,12 @@ def assemble(
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
     threads = share_cores(world)
-    _broadcast_buffers(world, model)
-    scaler = LossScaler(config.precision.loss_scale) if config.precision.loss_scale is not None else None
+    broadcast_from_first(model, world)
     ledger = Ledger()
     offload = Offloading(config.offload, world, ledger)
-    runtime = Runtime(world, STAGES[config.stage], EventLog(), scaler, ledger, offload)
+    runtime = Runtime(world, STAGES[config.stage], EventLog(), ledger, offload)
     runtime.threads = threads
+    runtime.needs_scaling = config.precision.loss_scale is not None
     emulated = _emulated(world, config)
     units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
     offload.decide(units)
@@ -85,11 +88,38 @@ def assemble(
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
     make_pieces(units)
+    adopted = None
     if optimizer is not None:
-        adopt_optimizer(optimizer, units, runtime.before_step, runtime.after_closure, runtime.after_step, offload.take_over)
-    runtime.start(units, transport, config.prefetch_bytes)
+        mark = _mark(runtime, units)
+        adopted = Adopted(optimizer, units, runtime, offload.take_over, mark)
+    runtime.activate = functools.partial(_activate, offload, adopted)
+    runtime.start(units, transport, config.prefetch_bytes, ModelBuffers(model, world, is_local=config.buffers == "local"))
     attach(model, runtime, units, config.methods)
     return runtime, specs
+
+
+def _mark(runtime: Runtime, units: Sequence[Unit]) -> dict[str, int]:
+    """Whose pieces an optimizer's states belong to."""
+    layout = repr([(unit.span, [update.piece for update in unit.pieces], unit.layout.slots) for unit in units])
+    return {
+        "rank": runtime.world.rank,
+        "world_size": runtime.world.world_size,
+        "stage": runtime.stage.number,
+        "layout": zlib.crc32(layout.encode()),
+    }
+
+
+def _activate(offload: Offloading, adopted: Adopted | None, unit: Unit) -> None:
+    """A parameter of a Unit that was frozen when the model was sharded has been unfrozen."""
+    if not offload.asked.is_idle:
+        raise ModelError(
+            f"a parameter of Unit {unit.name!r} was unfrozen after sw.shard(..., offload=...): room for its states was not set "
+            "aside. Unfreeze it before sw.shard(), or shard without offload."
+        )
+    unit.thaw()
+    make_pieces([unit])
+    if adopted is not None:
+        adopted.add(unit)
 
 
 def _constructions(infos: Sequence[ParamInfo]) -> set[Construction]:
@@ -174,14 +204,6 @@ def _digest_of(info: ParamInfo) -> int:
         found: int = handle.unit.owner.digests[handle.unit][handle.slot]
         return found
     return digest(info.param)
-
-
-def _broadcast_buffers(world: World, model: nn.Module) -> None:
-    for buffer in model.buffers():
-        if world.world_size > 1 and buffer.numel():
-            values = buffer.detach().clone(memory_format=torch.contiguous_format)
-            world.broadcast(values.view(-1).view(torch.uint8))  # bytes: gloo does not know every dtype
-            buffer.data.copy_(values)
 
 
 def _emulated(world: World, config: ShardConfig) -> bool:

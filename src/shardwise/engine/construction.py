@@ -11,7 +11,8 @@ import contextlib
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.nn.modules.module import (
 from shardwise.comm import Transport, World, make_transport
 from shardwise.config import Offload
 from shardwise.engine.digest import digest
+from shardwise.engine.outside import without_views
 from shardwise.engine.window import Window
 from shardwise.errors import ShardwiseError
 from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
@@ -116,7 +118,7 @@ class Construction:
             for slot, value in enumerate(values):
                 unit.store(slot, value)
         self.digests[unit] = [digest(value) for value in values]
-        unit.adopt()
+        unit.adopt(keeps_unit=True)
         del values
         self._heap.freed(unit.full_bytes)
 
@@ -144,6 +146,7 @@ class Construction:
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
+        unit.absorb()
         with self._resident(unit, keeps_changes=True):
             unit.store_from_full()
         self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
@@ -178,6 +181,17 @@ class Construction:
         if self._is_open:
             self._window.touch(units)
         return self._is_open
+
+    def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
+        """Between construction and `shard` one operation gathers, runs and is written back."""
+        self._window.touch([handle.unit for handle in touched])
+        try:
+            return without_views(function(), touched, name)
+        finally:
+            self._window.close()
+
+    def flagged(self, handle: Handle, requires_grad: bool) -> None:
+        """Which parameters are trained is decided by `shard`."""
 
     def full_values(self, unit: Unit, slot: int) -> torch.Tensor:
         """One parameter's whole value, flat; its Unit's vector is gathered beside the parameters, which stay as they are."""

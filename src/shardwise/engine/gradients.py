@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,14 +63,23 @@ class Gradients:
         self._completed: dict[int, None] = {}  # in order of completion
         self._launched: set[int] = set()
         self._flying: deque[tuple[Ticket, Sequence[Unit], int]] = deque()
-        self._flags = {
-            (unit.index, slot): position
-            for position, (unit, slot) in enumerate(
-                (unit, slot) for unit in self._units.values() for slot in range(len(unit.params))
-            )
-        }
+        self._flags = self._number_flags()
         self._held: dict[int, set[int]] = {index: set() for index in self._units}
-        self.loss_scale = 1.0
+        self.is_scaled = False
+        """Whether gradients are multiplied by a loss scale that the run's GradScaler has yet to divide out."""
+
+    def _number_flags(self) -> dict[tuple[int, int], int]:
+        slots = [(unit.index, slot) for unit in self._units.values() for slot in range(len(unit.params))]
+        return {key: position for position, key in enumerate(slots)}
+
+    def add(self, unit: Unit) -> None:
+        """A Unit has become trainable; not during a backward."""
+        self._units[unit.index] = unit
+        self._units = dict(sorted(self._units.items()))
+        self._arrived[unit.index], self._held[unit.index] = {}, set()
+        self._order = self._next_order = [*self._order, unit.index]
+        self._buckets = self._fill_buckets(self._order)
+        self._flags = self._number_flags()
 
     # -- during backward --------------------------------------------------------------------------------------
 
@@ -136,7 +145,7 @@ class Gradients:
             sources.append(_LocalGrad(unit, arrived))
             held = {p.piece.slot_index for p in unit.pieces if adds or (p.master.grad is not None and not self._was_zeroed(p))}
             ready = self._offload.lend_grad(unit, accumulates=bool(held)) if self._is_away else None
-            sinks.append(_GradShard(unit, self._world.world_size * self.loss_scale, held, ready))
+            sinks.append(_GradShard(unit, self._world.world_size, held, ready))
         lengths = [unit.layout.shard_numel for unit in bucket]
         first = bucket[0]
         return self._transport.reduce(
@@ -174,10 +183,11 @@ class Gradients:
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
-    def finish(self, stall_percent: int) -> int:
+    def finish(self, stall_percent: int, asked: Sequence[bool] = ()) -> tuple[int, list[bool]]:
         """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces.
 
-        Ranks also agree on how much they stalled in this step, 0 to 255 percent: the largest is returned.
+        Ranks also agree on how much they stalled in this step, 0 to 255 percent, and on further questions: returns the largest
+        stall, and which of `asked` any rank has answered with True.
 
         A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks the others what
         they used: a peer may be waiting for exactly that Unit in the middle of its own backward.
@@ -186,7 +196,7 @@ class Gradients:
         used_here = [i in self._launched or s in self._arrived[i] for i, s in self._flags]
         if has_any:
             self._launch_rest()
-        used, late, anyone_has_any, stall_percent = self._agree(used_here, has_any, stall_percent)
+        used, late, anyone_has_any, stall_percent, answers = self._agree(used_here, has_any, stall_percent, asked)
         if anyone_has_any:
             self._launch_rest()
         while late and self._is_away and self._flying:
@@ -199,20 +209,25 @@ class Gradients:
         for unit in self._units.values():
             self._hand_over(unit, used)
         self._reset()
-        return stall_percent
+        return stall_percent, answers
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets[self._position :]:
             self._launch(bucket)
         self._position = len(self._buckets)
 
-    def _agree(self, used_here: list[bool], has_any: bool, stall_percent: int) -> tuple[list[bool], list[int], bool, int]:
+    def _agree(
+        self, used_here: list[bool], has_any: bool, stall_percent: int, asked: Sequence[bool]
+    ) -> tuple[list[bool], list[int], bool, int, list[bool]]:
         """What any rank used, which reduced Units received more since (nested backwards), the next order, the largest stall."""
         late = [i in self._launched and bool(self._arrived[i]) for i in self._units]
         order = [*self._completed, *(i for i in self._order if i not in self._completed)]
         is_new = self._world.rank == 0 and order != self._order
-        flags = torch.tensor([*used_here, *late, stall_percent, has_any, is_new], dtype=torch.uint8, device=self._world.device)
-        found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
+        flags = [*asked, *used_here, *late, stall_percent, has_any, is_new]
+        answers = self._transport.combine(
+            torch.tensor(flags, dtype=torch.uint8, device=self._world.device), dist.ReduceOp.MAX
+        ).tolist()
+        found = answers[len(asked) :]
         if found[-1]:
             shared = torch.tensor(order, dtype=torch.int64, device=self._world.device)
             self._next_order = self._transport.from_first(shared).tolist()
@@ -224,6 +239,7 @@ class Gradients:
             [i for i, is_late in zip(self._units, late_flags, strict=True) if is_late],
             bool(found[-2]),
             found[-3],
+            [bool(answer) for answer in answers[: len(asked)]],
         )
 
     def _hand_over(self, unit: Unit, used: list[bool]) -> None:
@@ -354,17 +370,32 @@ class Gradients:
 
     def holds(self, unit: Unit, slot: int) -> bool:
         """Whether a parameter has a reduced gradient, also if this rank owns no piece of it."""
-        is_cleared = not any(p.master.grad is not None for u in self._units.values() for p in u.pieces)
-        own = [p.master.grad for p in unit.pieces if p.piece.slot_index == slot]
-        return any(grad is not None for grad in own) or (not own and not is_cleared and slot in self._held.get(unit.index, ()))
+        return slot in self._held.get(unit.index, ())
 
-    def clear(self) -> None:
-        """Drop every reduced gradient, as `zero_grad()` does."""
-        for unit in self._units.values():
-            self._held[unit.index].clear()
+    def held_slots(self, unit: Unit) -> set[int]:
+        """Parameters of a Unit that have a reduced gradient, the same on every rank."""
+        return self._held[unit.index]
+
+    def clear(self, slots: Collection[tuple[int, int]] | None = None, *, set_to_none: bool = True) -> None:
+        """What `zero_grad()` does: drop or zero the reduced gradients of these (Unit, slot) parameters, by default of all."""
+        for index, unit in self._units.items():
+            chosen = {slot for slot in self._held[index] if slots is None or (index, slot) in slots}
             for piece in unit.pieces:
-                piece.master.grad = None
+                if piece.piece.slot_index in chosen and piece.master.grad is not None:
+                    if set_to_none:
+                        piece.master.grad = None
+                    else:
+                        piece.master.grad.zero_()
+            if set_to_none:
+                self._held[index] -= chosen
+        self.is_scaled &= any(self._held.values())
 
+    def drop(self, unit: Unit, slot: int) -> None:
+        """Drop one parameter's reduced gradient."""
+        for piece in unit.pieces:
+            if piece.piece.slot_index == slot:
+                piece.master.grad = None
+        self._held[unit.index].discard(slot)
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -42,27 +42,29 @@ class _EnterModel(_Hook):
 
 
 class _Leave(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(self._entries, args, output)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._runtime is not None:
+            self._runtime.leave(self._entries, output)
 
 
 class _LeaveLookup(_Hook):
     """After a plain embedding look-up, whose backward does not read the table."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._runtime is None else self._runtime.leave(self._entries, args, output, reads_params_in_backward=False)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._runtime is not None:
+            self._runtime.leave(self._entries, output, reads_params_in_backward=False)
 
 
 class _BeginLoading(_Hook):
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         if self._runtime is not None:
-            self._runtime.begin_loading(module, state, prefix)
+            self._runtime.outside.begin_loading(module, state, prefix)
 
 
 class _EndLoading(_Hook):
     def __call__(self, module: nn.Module, _: Any) -> None:
         if self._runtime is not None:
-            self._runtime.end_loading()
+            self._runtime.outside.end_loading()
             strangers = [name for name, param in module.named_parameters() if not hasattr(param, "_shardwise")]
             if strangers:
                 raise ModelError(
@@ -86,14 +88,14 @@ class _CastInputs(_Hook):
 
 
 class _ZeroGrad:
-    """`model.zero_grad()`: clears the reduced gradients, which live in shards (so both settings drop them)."""
+    """`model.zero_grad()`: drops or zeroes the reduced gradients, which live in shards."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model = model
         self._runtime = runtime
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._runtime.gradients.clear()
+        self._runtime.gradients.clear(set_to_none=set_to_none)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return types.MethodType(type(self._model).zero_grad, memo[id(self._model)])
@@ -113,8 +115,8 @@ class _Method:
             args, kwargs = (args, kwargs) if replaced is None else replaced
             output = self._method(*args, **kwargs)
         finally:
-            scaled = self._runtime.leave(self._entries, args, output)
-        return output if scaled is None else scaled
+            self._runtime.leave(self._entries, output)
+        return output
 
     def __deepcopy__(self, memo: Any) -> Any:
         function = getattr(self._method, "__func__", None)
@@ -159,16 +161,21 @@ def _is_lookup(module: nn.Module) -> bool:
 
 
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:
-    """Which Units each module opens: those placed at it and, where parameters come and go, those it holds parts of."""
+    """Which Units each module opens: those placed at it and, of shared parameters placed above their holders, those it holds.
+
+    Where parameters stay whole nothing is opened. Modules below a Unit's own have no hook: if one is called by itself, the touch of
+    its freed parameters is noticed.
+    """
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
-        found[unit.module].setdefault(unit, [])
+        if not unit.is_always_full:
+            found[unit.module].setdefault(unit, [])
     found[model].update({})  # the whole model's forward counts even if it opens nothing: touches happen inside it
     for module in model.modules():
         for param in module._parameters.values():
             handle = getattr(param, "_shardwise", None)
             if handle is not None:
                 found[module].update({})  # a state dict may be loaded into it alone
-            if handle is not None and not handle.unit.is_always_full:
-                found[module].setdefault(handle.unit, []).append(handle.slot)
+                if handle.unit.is_covered:
+                    found[module].setdefault(handle.unit, []).append(handle.slot)
     return {module: tuple((u, tuple(slots)) for u, slots in opened.items()) for module, opened in found.items()}

@@ -10,36 +10,36 @@ vector longer than its stage allows, and never let user code see one that is not
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from shardwise.comm import Transport, World
+from shardwise.engine.digest import digest
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.nested import map_tensors, tensors_in
+from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.offload import Offloading
-from shardwise.engine.passage import Frame, Inside, Passage, saving_for_inside
-from shardwise.engine.stages import Stage
-from shardwise.engine.window import Window
+from shardwise.engine.outside import Outside
+from shardwise.engine.passage import Frame, Passage
+from shardwise.engine.saved import Place, SavedPlaces
+from shardwise.engine.stages import Held, Stage
 from shardwise.errors import (
     FreedParameterError,
     LifecycleError,
     ModelError,
     NonFiniteGradientError,
     OptimizerError,
+    RanksDifferError,
     ShardwiseError,
     StaleGraphError,
-    UnannouncedBackwardError,
 )
 from shardwise.observe import EventLog, pause
-from shardwise.optim.scaler import LossScaler
-from shardwise.partition import Handle, Unit, UnitState, flat_values
+from shardwise.partition import Handle, Unit, UnitState
 from shardwise.schedule import Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger, SparePages
@@ -72,33 +72,29 @@ class Runtime:
 
     allows_optimizer = False
 
-    def __init__(
-        self,
-        world: World,
-        stage: Stage,
-        events: EventLog,
-        scaler: LossScaler | None,
-        ledger: Ledger,
-        offload: Offloading,
-    ) -> None:
+    def __init__(self, world: World, stage: Stage, events: EventLog, ledger: Ledger, offload: Offloading) -> None:
         self.world = world
         self.transport: Transport
         self.stage = stage
         self.events = events
-        self.scaler = scaler
         self.ledger = ledger
         self.offload = offload
         self.units: Sequence[Unit] = ()
         self.gradients: Gradients
-        self._nodes: list[torch.autograd.graph.Node] = []
+        self.buffers: ModelBuffers
+        self.outside = Outside(self)
+        self.saved = SavedPlaces(self._restore)
+        self.needs_scaling = False
+        """Whether a backward must come from a loss that the run's GradScaler has scaled."""
+        self.activate: Callable[[Unit], None] | None = None
+        """Makes a Unit that was frozen trainable; set when the model is assembled."""
+        self._unfrozen: dict[int, Unit] = {}  # frozen Units with a parameter that was unfrozen in the middle of a backward
+        self._keeps_places = self.stage.params is Held.SHARD
+        self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
         self._frames: list[Frame] = []
         self._in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
-        self._scaled: set[Passage] = set()  # outermost calls whose backward runs now, between loss scale and its inverse
-        self._num_gathered_contexts = 0
-        self._loading: Window | None = None
-        self._loading_depth = 0
-        self._skips_step = False
+        self._is_scaled = False  # the backward that runs came from a scaled loss
         self.runner: Runner | None = None
         self.spare_pages: SparePages | None = None
         self._tickets: dict[int, Ticket] = {}  # gathers started early, by Unit
@@ -111,10 +107,11 @@ class Runtime:
         self.num_steps = 0
         self.num_skipped_steps = 0
 
-    def start(self, units: Sequence[Unit], transport: Transport, prefetch_bytes: int | None) -> None:
+    def start(self, units: Sequence[Unit], transport: Transport, prefetch_bytes: int | None, buffers: ModelBuffers) -> None:
         """Take charge of the Units and listen for their gradients."""
         self.units = units
         self.transport = transport
+        self.buffers = buffers
         sizes = {unit.index: unit.full_bytes for unit in units if not unit.is_always_full}
         if sizes and (transport.gathers_ahead or self.offload.params_are_away) and prefetch_bytes != 0:
             budget = max(sizes.values()) if prefetch_bytes is None else prefetch_bytes
@@ -124,31 +121,53 @@ class Runtime:
                 for unit in units:
                     unit.spare_pages = self.spare_pages
         self.gradients = Gradients(units, self.world, self.transport, self.stage, self.events, self.ledger, self.offload)
-        if self.scaler is not None:
-            self.gradients.loss_scale = self.scaler.scale
         for unit in units:
-            if unit.is_trainable:
-                for slot, param in enumerate(unit.params):
-                    self._listen(unit, slot, param)
+            for slot, param in enumerate(unit.params):
+                self._listen(unit, slot, param)
 
     def _listen(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
-        """Take the gradient where autograd would accumulate it: nothing is copied, `.grad` is never set."""
+        """Take the gradient where autograd would accumulate it: nothing is copied, `.grad` is never set.
+
+        Frozen parameters too: they may be unfrozen.
+        """
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # looks at the graph, not at values
+            is_frozen = not param.requires_grad
+            if is_frozen:
+                torch.Tensor.requires_grad_(param)
             node = torch.autograd.graph.get_gradient_edge(param).node
-
-        def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
-            self._arrive(unit, slot, grads[0])
-            return (None,)
-
-        node.register_prehook(take)
-        self._nodes.append(node)  # autograd holds the node weakly: without this a new one, unheard, would take its place
+            if is_frozen:
+                torch.Tensor.requires_grad_(param, False)
+        node.register_prehook(_Arrival(self, unit.index, slot))
+        self._nodes[unit.index, slot] = node  # autograd holds the node weakly: without this a new one, unheard, would replace it
 
     @_hook
-    def _arrive(self, unit: Unit, slot: int, grad: torch.Tensor | None) -> None:
+    def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
+        """Autograd has the whole gradient of a parameter."""
         self.begin_backward()
-        if grad is not None:
-            self._check_opened(unit, slot)
-            self.gradients.arrive(unit, slot, grad.detach() if grad.requires_grad else grad)
+        unit = self.units[index]
+        param = unit.params[slot]
+        with torch._C.DisableTorchFunctionSubclass():
+            is_frozen = not torch.Tensor.requires_grad.__get__(param)  # type: ignore[attr-defined]
+            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if grad is None or is_frozen:  # frozen since the forward: autograd would drop it too
+            return
+        if hooks:
+            raise ModelError(
+                f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
+                "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient on its "
+                "way, or run.grad(name) after backward()."
+            )
+        if not unit.is_trainable:
+            raise ModelError(
+                f"parameter {unit.layout.slots[slot].name!r} was frozen when the model was sharded and was unfrozen after this "
+                "backward's forward pass had begun. Unfreeze it before the forward pass."
+            )
+        if self.needs_scaling and not self._is_scaled:
+            raise OptimizerError(
+                "backward() was called on a loss that was not scaled, but this run stores parameters in fp16, where small "
+                "gradients would vanish. Call run.scaler.scale(loss).backward()."
+            )
+        self.gradients.arrive(unit, slot, grad.detach() if grad.requires_grad else grad)
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -156,21 +175,32 @@ class Runtime:
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
         if self._frames and not is_root and self._is_all_open(entries):
-            self._frames.append(Frame(None, is_inside=True))
+            frame = Frame(entries, None)
+            self._frames.append(frame)
+            self._keep_places(frame)
             return None
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
-        if not _is_inside_autograd() and (self._in_backward or self._loading is not None or was_interrupted):
-            self._start_afresh()  # the last backward, load or forward was cut short
-        if self.runner is not None and not self._frames and not self._in_backward and not _is_inside_autograd():
-            self.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
-        frame = Frame(Passage(self) if torch.is_grad_enabled() else None, is_root=is_root)
-        frame.is_scaled = self.scaler is not None and not self._frames and not self._scaled
+        if not _is_inside_autograd() and (self._in_backward or self.outside.is_loading or was_interrupted):
+            self.start_afresh()  # the last backward, load or forward was cut short
+        if not self._frames and not self._in_backward and not _is_inside_autograd():
+            if is_root:
+                self.buffers.before_forward(self.transport)
+            if self.runner is not None:
+                self.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
+        frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
         self._frames.append(frame)
         for unit, slots in entries:
             self._open(unit, slots, frame)
-        if frame.passage is not None and (frame.units or frame.is_scaled):
-            return frame.passage.watch(inputs, self._unscale if frame.is_scaled else None)
-        return None
+        self._keep_places(frame)
+        return frame.passage.watch(inputs) if frame.passage is not None and frame.units else None
+
+    def _keep_places(self, frame: Frame) -> None:
+        """From here to the call's end autograd keeps places of parameters that will be freed, not values."""
+        if self._keeps_places and torch.is_grad_enabled():
+            try:
+                frame.hooks = self.saved.begin()
+            except LookupError:
+                frame.is_pinning = True
 
     @staticmethod
     def _is_all_open(entries: Sequence[Entry]) -> bool:
@@ -188,67 +218,30 @@ class Runtime:
         if not unit.is_gathered:
             self.gather(unit)
         unit.uncover()
-        (frame.nested if is_nested else frame.units).append(unit)
+        if not is_nested:
+            frame.units.append(unit)
 
     @_hook
-    def leave(self, entries: Sequence[Entry], inputs: Any, output: Any, *, reads_params_in_backward: bool = True) -> Any:
-        """A module's forward ended: watch for its backward, then free what nobody else is inside of.
-
-        `inputs` are the positional ones. Returns the output to hand out instead, or None.
-        """
-        if not self._frames:
-            return None  # this call's enter raised: torch calls the hook after forward all the same
+    def leave(self, entries: Sequence[Entry], output: Any, *, reads_params_in_backward: bool = True) -> None:
+        """A module's forward ended: watch for its backward, then free what nobody else is inside of."""
+        if not self._frames or self._frames[-1].entries is not entries:
+            return  # this call's enter raised: torch calls the hook after forward all the same
         frame = self._frames.pop()
-        if frame.is_inside:
-            if torch.is_grad_enabled():
-                self._watch_inside(entries, inputs, output, reads_params_in_backward)
-            if not frame.opened:
-                return None
-        if frame.passage is not None:
-            frame.passage.guard(output, frame.units, frame.nested, reads_params=reads_params_in_backward)
+        if frame.hooks is not None:
+            frame.hooks.__exit__(None, None, None)
+        if not frame.opened:
+            return
+        if frame.passage is not None and reads_params_in_backward:
+            frame.passage.guard(output, frame.units)
         is_recomputing = _is_inside_autograd()  # then Units stay: their backward comes next
         for unit in frame.opened:
             unit.scopes -= 1
             unit.cover()
-            if is_recomputing:
-                unit.was_opened = True
-            else:
-                self._free(unit)
-        if self.runner is not None and not self._frames and frame.passage is None and not is_recomputing:
+            unit.is_pinned |= frame.is_pinning  # values, not places, are in the graph
+            if not is_recomputing:
+                self.free(unit)
+        if self.runner is not None and not self._frames and not torch.is_grad_enabled() and not is_recomputing:
             self.runner.stop()  # no backward will follow
-        if frame.is_scaled and frame.passage is not None:
-            return map_tensors(functools.partial(self._scale_gradient_of, frame.passage), output)
-        return None
-
-    def _watch_inside(self, entries: Sequence[Entry], inputs: Any, output: Any, reads_params: bool) -> None:
-        """A call ended that ran inside an outer call's open Units; tensors that it only handed through are not its own."""
-        units = tuple((unit, unit.version) for unit, _ in entries)
-        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-            node = tensor.grad_fn
-            if node is not None and units and not any(tensor is given for given in inputs):
-                node.register_prehook(Inside(self, units) if reads_params else functools.partial(self._announce_inside, units))
-
-    def _announce_inside(self, units: Sequence[tuple[Unit, int]], _: Any) -> None:
-        self.announce(unit for unit, _ in units)
-
-    def _unscale(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradients that leave the model through its inputs are the user's: not scaled."""
-        return grad / self.gradients.loss_scale
-
-    def _scale_gradient_of(self, passage: Passage, output: torch.Tensor) -> torch.Tensor:
-        """The same values; the gradient that enters the model here is multiplied by the loss scale, the loss is not."""
-        if not output.requires_grad:
-            return output
-        # A tensor of its own, so that outputs that depend on each other are scaled once; not a view, because autograd
-        # would route around its hook if the caller changed it in place.
-        own = output.clone()
-
-        def scale(grad: torch.Tensor) -> torch.Tensor:
-            self._scaled.add(passage)
-            return grad * self.gradients.loss_scale
-
-        own.register_hook(scale)
-        return own
 
     def gather(self, unit: Unit) -> None:
         """Shards to full, and the parameters become usable; often the gather was started early."""
@@ -269,6 +262,7 @@ class Runtime:
             raise
         pause("gather.expose")
         unit.expose()
+        self.saved.know(unit)
         self.events.emit("gathered", unit.name, since=begin)
         self.events.emit_span("gather", unit.name, ticket.span, "gather")
         if self.runner is not None:
@@ -313,9 +307,14 @@ class Runtime:
         if self.spare_pages is not None:
             self.spare_pages.drop()
 
-    def _free(self, unit: Unit) -> None:
-        is_needed = unit.scopes > 0 or unit.is_pinned or bool(unit.passages)
+    def free(self, unit: Unit) -> None:
+        """Give a full vector's memory back, unless somebody needs it or it holds what the shards do not have."""
+        is_needed = unit.scopes > 0 or unit.is_pinned or unit.is_written or bool(unit.passages)
         if unit.is_gathered and not unit.is_always_full and not is_needed:
+            if unit.may_be_written():
+                unit.absorb()
+                unit.is_written = True  # kept until all ranks are at a point where it can be written back
+                return
             self.events.emit("free", unit.name)
             unit.free()
             if self.runner is not None and not self.transport.watch.has_failed:
@@ -325,56 +324,50 @@ class Runtime:
 
     # -- backward ---------------------------------------------------------------------------------------------
 
-    def _check_opened(self, unit: Unit, slot: int) -> None:
-        """A gradient of a Unit that no output announced was computed from placeholders."""
-        if not (unit.is_always_full or unit.was_opened or unit.is_gathered):
-            raise UnannouncedBackwardError(
-                f"backward reached parameter {unit.layout.slots[slot].name!r} of Unit {unit.name!r} (rank {self.world.rank}), "
-                f"but the outputs of {type(unit.module).__name__}.forward are not part of this loss, so its parameters were not "
-                "in memory. The loss uses a tensor that a forward pass left on the side: return it from forward instead."
-            )
-
     @_hook
-    def before_backward(
-        self, units: Sequence[tuple[Unit, int]], nested: Sequence[tuple[Unit, int]], passage: Passage | None
-    ) -> None:
+    def before_backward(self, units: Iterable[Unit], passage: Passage) -> None:
         """Autograd is about to run the backward of a forward call that used these Units."""
         self.begin_backward()
-        for unit, version in (*units, *nested):
-            if unit.version != version:
-                raise StaleGraphError(
-                    f"backward reached Unit {unit.name!r} on rank {self.world.rank}, whose parameters changed since the "
-                    "forward pass that built this graph (an optimizer step, or a write through run.gathered or "
-                    "load_state_dict). Run the forward pass again before this backward."
-                )
+        for unit in units:
             if not unit.is_gathered:
                 self.gather(unit)
-            unit.was_opened = True
-            if torch.is_grad_enabled() and not unit.is_always_full:
-                unit.is_pinned = True  # create_graph: the new graph saves these parameters, and nothing tells when it dies
-        if passage is not None:
-            for unit, _ in units:
-                unit.passages.add(passage)
-
-    @_hook
-    def announce(self, units: Iterable[Unit]) -> None:
-        """Gradients are about to come of Units whose parameters their backward does not read."""
-        self.begin_backward()
-        for unit in units:
-            unit.was_opened = True
+            unit.passages.add(passage)
 
     @_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
         """The backward of a forward call is over."""
-        self._scaled.discard(passage)
         for unit in units:
             unit.passages.discard(passage)
-            self._free(unit)
+            self.free(unit)
+
+    def _restore(self, place: Place) -> torch.Tensor:
+        """Autograd needs a view of a Unit's parameters that a forward pass used."""
+        unit = place.unit
+        if not place.is_current:
+            raise StaleGraphError(
+                f"backward needs the values that parameter {unit.layout.slots[place.slot].name!r} (Unit {unit.name!r}, rank "
+                f"{self.world.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by hand). "
+                "Run the forward pass again before this backward."
+            )
+        if not _is_inside_autograd():  # somebody looks at a graph: nobody would tell when to free
+            with self.outside.opened([unit]):
+                return place.view().clone()
+        self.begin_backward()
+        if not unit.is_gathered:
+            self.gather(unit)
+        if torch.is_grad_enabled():
+            unit.is_pinned = True  # create_graph: the new graph saves this view, and nothing tells when it dies
+        return place.view()
+
+    def scaled(self) -> None:
+        """A loss that was scaled is being run backward."""
+        self.begin_backward()
+        self._is_scaled = True
 
     def begin_backward(self) -> None:
         """Autograd runs: note it if that is news, and have the end of it reported."""
         if self._in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
-            self._start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
+            self.start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
         if not self._in_backward:
             self._in_backward = True
             self.events.emit("backward")
@@ -390,16 +383,53 @@ class Runtime:
         begin = time.perf_counter()
         if self.runner is not None:
             self.runner.end_backward()
-        self.stall_percent = self.gradients.finish(self._stall_share())
+        written = [unit.is_written for unit in self.units]
+        changed = self.buffers.changed()
+        is_scaled = self.needs_scaling and self._is_scaled
+        self.stall_percent, found = self.gradients.finish(self._stall_share(), [*written, *changed])
+        self.gradients.is_scaled |= is_scaled
+        self._is_scaled = False
         if self.runner is not None:
             self.runner.observe(self.stall_percent)
         self._in_backward = False
-        self._scaled.clear()
+        self.store_written([unit for unit, is_written in zip(self.units, found, strict=False) if is_written])
+        self.buffers.broadcast(self.transport, found[len(self.units) :])
         for unit in self.units:
             unit.passages.clear()
-            unit.was_opened = False
-            self._free(unit)
+            self.free(unit)
+        for unit in self._unfrozen.values():
+            self._activate(unit)
+        self._unfrozen.clear()
         self.events.emit("backward end", since=begin)
+
+    def store_written(self, units: Sequence[Unit] | None = None) -> None:
+        """Write what user code changed in gathered parameters back to the shards. All ranks must have made the same change."""
+        units = [unit for unit in self.units if unit.is_written] if units is None else units
+        if not units:
+            return
+        marks = [digest(unit.full) if unit.is_written else -1 for unit in units]
+        found = self.agree_on(marks)
+        for unit, (low, high) in zip(units, found, strict=True):
+            if low != high:
+                raise RanksDifferError(
+                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed in place by user code, and "
+                    "not alike on every rank: one value cannot stand for all. Make the same change on every rank (all-reduce what "
+                    "it depends on), or keep such values in a buffer."
+                )
+        for unit in units:
+            with self.offload.resident(unit, keeps_changes=True):
+                unit.store_from_full()
+            unit.note_versions()
+            unit.is_written = False
+        self.transport.fence()
+        for unit in units:
+            self.free(unit)
+
+    def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
+        """The smallest and the largest of every value over all ranks."""
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.world.device)
+        found = self.transport.combine(both, torch.distributed.ReduceOp.MAX).tolist()
+        return [(-low, high) for high, low in zip(found[: len(values)], found[len(values) :], strict=True)]
 
     def _stall_share(self) -> int:
         """Whole percent of the time since the last backward ended that this rank waited for gathers."""
@@ -408,59 +438,63 @@ class Runtime:
         self._stall_s, self._step_began = 0.0, now
         return min(int(share), 255)
 
-    def _start_afresh(self) -> None:
+    def start_afresh(self) -> None:
         """A forward, backward or load was cut short by an exception: drop what it left open."""
         was_in_backward, self._in_backward = self._in_backward, False
         self.settle()
         if was_in_backward:
             self.gradients.abandon()
-        self._scaled.clear()
-        if self._loading is not None:
-            self._loading_depth = 1
-            self.end_loading()
-        for frame in self._frames:
+        self._is_scaled = False
+        self.outside.end_interrupted_load()
+        for frame in reversed(self._frames):
+            if frame.hooks is not None:
+                frame.hooks.__exit__(None, None, None)
             for unit in frame.opened:
                 unit.scopes -= 1
         self._frames.clear()
         for unit in self.units:
-            unit.was_opened = False
             unit.passages.clear()
-            self._free(unit)
+            self.free(unit)
 
     # -- step -------------------------------------------------------------------------------------------------
 
     def before_step(self, has_closure: bool = False) -> None:
-        """The optimizer is about to update shards: refuse what would be lost, and skip on overflow."""
-        if has_closure and self.scaler is not None:
+        """The optimizer is about to update shards: write changes by hand back first, refuse what would be lost."""
+        if has_closure and self.needs_scaling:
             raise OptimizerError(
                 "optimizer.step(closure) with loss scaling: gradients that the closure makes would not be checked for overflow. "
-                "Call backward() first, then optimizer.step()."
+                "Call backward() first, then run.scaler.step(optimizer)."
             )
-        if self._num_gathered_contexts:
+        if self.gradients.is_scaled:
+            raise OptimizerError(
+                "optimizer.step() was called with gradients that are still multiplied by the loss scale. Call "
+                "run.scaler.step(optimizer) instead, then run.scaler.update()."
+            )
+        if self.outside.num_contexts:
             raise ShardwiseError(
                 "optimizer.step() was called inside run.gathered(...): the update would be overwritten. Leave the context first."
             )
-        if self._in_backward or self._frames or self._loading is not None:
-            self._start_afresh()
+        if self._in_backward or self._frames or self.outside.is_loading:
+            self.start_afresh()
         self.settle()
-        for unit in self.units:
-            if unit.was_written_past_masters():
-                raise ModelError(
-                    f"parameters of Unit {unit.name!r} were changed in place, but the optimizer updates their masters, so the "
-                    "change would be lost. Make it inside `with run.gathered(module):`."
-                )
-            if not unit.is_intact():
-                raise ModelError(
-                    f"a parameter of Unit {unit.name!r} was given other memory after sharding (model.to(), .half(), or an "
-                    "assignment to .data), so updates would not reach it. Convert the model before sw.shard()."
-                )
-        if self.scaler is not None:
-            self._skips_step = not self.gradients.is_finite()
-            if self._skips_step:
-                self.gradients.clear()
+        self.absorb_writes()
         self.offload.settle()
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
+
+    def absorb_writes(self) -> None:
+        """Bring masters and shards up to date with what user code wrote into parameters."""
+        for unit in self.units:
+            if unit.is_always_full and unit.may_be_written():
+                unit.absorb()
+                with self.offload.resident(unit, keeps_changes=True):
+                    unit.store_from_full()
+                unit.note_versions()
+        self.store_written()
+
+    def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
+        """`optimizer.zero_grad()` was called, by which this rank's pieces have lost their gradients."""
+        self.gradients.clear(slots, set_to_none=set_to_none)
 
     def after_closure(self) -> None:
         """The closure that the optimizer called may have run forward passes: nobody updates before all have ended."""
@@ -477,23 +511,30 @@ class Runtime:
         self.events.emit("update", since=self._update_began)
         for unit in self.units:
             unit.is_pinned = False
-            self._free(unit)
-        if self.scaler is not None:
-            self.scaler.update(found_overflow=self._skips_step)
-            self.gradients.loss_scale = self.scaler.scale
-        if self._skips_step:
-            self._skips_step = False
-            self.num_skipped_steps += 1
-            self.events.emit("step skipped")
-            return
+            self.free(unit)
         self.num_steps += 1
         self.transport.watch.step = self.num_steps
-        self.publish([unit for unit in self.units if unit.is_trainable])
+        self.publish()
         self.events.emit("step")
 
-    def publish(self, units: Sequence[Unit]) -> None:
+    def unscale(self, factor: float) -> bool:
+        """Divide the loss scale out of all gradients; whether all of them are finite, on every rank."""
+        is_finite = self.gradients.is_finite()
+        self.gradients.scale(torch.tensor(factor, dtype=torch.float64))
+        self.gradients.is_scaled = False
+        return is_finite
+
+    def skip_step(self) -> None:
+        """A gradient overflowed on some rank, and no rank updates."""
+        self.gradients.clear()
+        self.num_skipped_steps += 1
+        self.events.emit("step skipped")
+
+    def publish(self) -> None:
         """Make changed masters visible to every rank's next forward."""
-        for unit in units:
+        updated = {unit: self.gradients.held_slots(unit) for unit in self.units if unit.is_trainable}
+        updated = {unit: slots for unit, slots in updated.items() if slots}
+        for unit in updated:
             if unit.is_gathered and not unit.is_always_full:
                 raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")
             if self.offload.step is None:
@@ -501,18 +542,23 @@ class Runtime:
         self._fence()  # every rank's shards are new from here on
         if self.stage.gathers_after_step:
             begin = time.perf_counter()
-            for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in units]:
+            for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in updated]:
                 ticket.wait()
+            self._fence()  # and every rank has read them: from here on anybody may write to whole parameters
             self.events.emit("refresh", since=begin)
-        for unit in units:
-            unit.changed()
+        for unit, slots in updated.items():
+            unit.changed(slots)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
+        if self.gradients.is_scaled:
+            raise OptimizerError(
+                "clip_grad_norm_: gradients are still multiplied by the loss scale. Call run.scaler.unscale_(optimizer) first."
+            )
         norm = self.gradients.norm(norm_type)
         if not bool(torch.isfinite(norm)):
-            if self.scaler is not None:
-                return norm  # the coming step sees the overflow and is skipped
+            if self.needs_scaling:
+                return norm  # the scaler has seen the overflow and will skip the step
             names = self.gradients.non_finite()
             raise NonFiniteGradientError(
                 f"clip_grad_norm_: the gradient norm is {norm.item()} at step {self.num_steps}; infinite or NaN gradients "
@@ -523,133 +569,49 @@ class Runtime:
         self.gradients.scale(clip_factor(norm, max_norm))
         return norm
 
-    # -- outside the step -------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep Units gathered; on leaving, write in-place changes back to the shards."""
-        versions: dict[int, list[int]] = {}
-        self._num_gathered_contexts += 1
-        self.settle()
-        try:
-            self.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
-            for unit in units:
-                if not unit.is_gathered:
-                    self.gather(unit)
-                unit.scopes += 1
-                unit.num_contexts += 1
-                unit.uncover()
-                versions[unit.index] = [param._version for param in unit.params]
-            with saving_for_inside(units):
-                yield
-        finally:
-            self._num_gathered_contexts -= 1
-            self.transport.fence()  # others may still be gathering
-            for unit in units:
-                if unit.index not in versions:
-                    continue  # the gather that failed, and those behind it
-                with self.offload.resident(unit, keeps_changes=True):
-                    is_changed = unit.store_from_full()
-                if is_changed or versions[unit.index] != [param._version for param in unit.params]:
-                    unit.changed()
-                unit.scopes -= 1
-                unit.num_contexts -= 1
-                self._free(unit)
-            self.transport.fence()
-
-    def full_master(self, unit: Unit) -> torch.Tensor:
-        """All masters of a Unit, in new memory unless they are whole here."""
-        with self.offload.resident(unit, keeps_changes=False):
-            full = self._full_vector(unit, unit.master)
-            is_lent = (unit.shard_is_away or unit.master_is_away) and full is unit.master
-            return full.clone() if is_lent else full
-
-    def full_grad(self, unit: Unit) -> torch.Tensor:
-        """The whole reduced gradient of a Unit, in new memory unless it is whole here."""
-        with self.offload.resident_grad(unit) as grad:
-            assert grad is not None
-            full = self._full_vector(unit, grad)
-            return full.clone() if full is grad and self.offload.grads_are_away else full
-
-    def _full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        if shard.numel() == unit.layout.numel:
-            return shard
-        self.settle()
-        full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-        self.transport.gather(unit.index, shard, full).wait()
-        return full
-
-    def begin_loading(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """A module is about to copy its part of a state dict in: keep what is exact, let every touch gather its Unit."""
-        if self._loading is not None and not prefix:
-            self._start_afresh()  # the load before this one raised
-        if self._loading is None:
-            self.settle()
-            self.transport.fence()
-            self._loading = Window(self._open_window, self._close_window)
-        self._loading_depth += 1
-        for name, param in module._parameters.items():
-            value, handle = state.get(prefix + name), getattr(param, "_shardwise", None)
-            if (
-                handle is not None
-                and isinstance(value, torch.Tensor)
-                and value.shape == handle.unit.layout.slots[handle.slot].shape
-            ):
-                stride = handle.unit.layout.slots[handle.slot].stride
-                with self.offload.resident(handle.unit, keeps_changes=True):
-                    handle.unit.store(handle.slot, flat_values(value.to(handle.unit.device), stride))
-
-    def end_loading(self) -> None:
-        """Write what was loaded back to the shards; graphs built before are out of date."""
-        self._loading_depth -= 1
-        if self._loading_depth > 0:
-            return
-        if self._loading is not None:
-            self._loading.close()
-            self._loading = None
-        for unit in self.units:
-            if unit.is_always_full:
-                with self.offload.resident(unit, keeps_changes=True):
-                    unit.store_from_full()
-            unit.changed()
-        self.transport.fence()
-
-    def _open_window(self, unit: Unit) -> None:
-        self.transport.fence()  # every rank has stored its part
-        unit.scopes += 1
-        self.gather(unit)
-        unit.uncover()
-
-    def _close_window(self, unit: Unit) -> None:
-        self.transport.fence()
-        with self.offload.resident(unit, keeps_changes=True):
-            unit.store_from_full()
-        self.transport.fence()
-        unit.scopes -= 1
-        self._free(unit)
-
     # -- Owner: what a touch of a freed parameter means -------------------------------------------------------
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Inside a forward pass a touch gathers, as if the running module owned the parameter."""
-        if self._loading is not None:
-            self._loading.touch(units)
+        """Inside a forward or backward pass a touch gathers, as if the running module owned the parameter."""
+        if self.outside.touch(units):
             return True
-        if not self._frames or any(u.state is UnitState.GATHERING and u.index not in self._tickets for u in units):
+        if not self._frames and not _is_inside_autograd():
             return False
-        frame = self._frames[-1]
-        if frame.is_inside and frame.passage is None and torch.is_grad_enabled():
-            frame.passage = Passage(self)
         for unit in units:
-            self._open(unit, range(len(unit.params)), frame)
+            if unit.state is UnitState.GATHERING and unit.index not in self._tickets:
+                raise LifecycleError(f"Unit {unit.name!r} was touched while it is being gathered: a broken invariant.")
+            if self._frames:
+                frame = self._frames[-1]
+                if frame.passage is None and torch.is_grad_enabled():
+                    frame.passage = Passage(self)
+                self._open(unit, range(len(unit.params)), frame)
+            elif not unit.is_gathered:  # freed at the end of this backward
+                self.begin_backward()
+                self.gather(unit)
+                unit.uncover()
         return True
+
+    def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
+        """Outside any pass one operation gathers, runs, and is written back."""
+        return self.outside.operate(function, touched, name)
+
+    def flagged(self, handle: Handle, requires_grad: bool) -> None:
+        """A frozen Unit becomes trainable with the first of its parameters that is unfrozen."""
+        unit = handle.unit
+        if requires_grad and not unit.is_trainable:
+            if self._in_backward:
+                self._unfrozen[unit.index] = unit
+            else:
+                self._activate(unit)
+
+    def _activate(self, unit: Unit) -> None:
+        if self.activate is not None and not unit.is_trainable:
+            self.activate(unit)
+            self.gradients.add(unit)
 
     def remedy(self) -> str:
         """How to reach full parameters."""
-        return (
-            "Read or change it inside `with run.gathered(module):`, save with run.full_state_dict(), or, if a method other "
-            "than forward uses it, name that method in sw.shard(..., methods=(...))."
-        )
+        return "Do it inside `with run.gathered(module):`, on every rank."
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None before a backward, the gradient at stage 0, else an error: it is in the shards."""
@@ -674,9 +636,24 @@ class Runtime:
                 f"setting .grad of parameter {unit.layout.slots[slot].name!r}: gradients live in shards and come from "
                 "backward() only; None clears them."
             )
-        for piece in unit.pieces:
-            if piece.piece.slot_index == slot:
-                piece.master.grad = None
+        if unit.is_trainable:
+            self.gradients.drop(unit, slot)
+
+
+class _Arrival:
+    """Called by autograd with a parameter's gradient; does not keep the run alive, which autograd's nodes would never let go."""
+
+    __slots__ = ("_index", "_runtime", "_slot")
+
+    def __init__(self, runtime: Runtime, index: int, slot: int) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._index, self._slot = index, slot
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.arrive(self._index, self._slot, grads[0])
+        return (None,)
 
 
 class _EndOfBackward:

@@ -1,7 +1,7 @@
 """How is a shard updated?
 
-Public names: `check_optimizer`, `adopt_optimizer`, `make_pieces`, `num_moments`, `state_bytes`, `clone_optimizer`,
-`check_elementwise`, `LossScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `long_states`,
+Public names: `check_optimizer`, `Adopted`, `innermost`, `make_pieces`, `num_moments`, `state_bytes`, `clone_optimizer`,
+`check_elementwise`, `GradScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `long_states`,
 `was_zeroed`.
 
 Invariants: the user's optimizer object rules (its groups' hyperparameters are read at every step); a parameter that no
@@ -9,22 +9,23 @@ rank used is left alone, moments included; an optimizer that is not element-wise
 """
 
 from shardwise.optim.adam import can_update
-from shardwise.optim.adopt import adopt_optimizer, check_optimizer, make_pieces, num_moments, state_bytes
+from shardwise.optim.adopt import Adopted, check_optimizer, innermost, make_pieces, num_moments, state_bytes
 from shardwise.optim.elementwise import check_elementwise, clone_optimizer
-from shardwise.optim.scaler import LossScaler
+from shardwise.optim.scaler import GradScaler
 from shardwise.optim.states import Region, was_zeroed
 from shardwise.optim.streaming import NUM_SETS, StreamedStep, long_states
 
 __all__ = [
     "NUM_SETS",
-    "LossScaler",
+    "Adopted",
+    "GradScaler",
     "Region",
     "StreamedStep",
-    "adopt_optimizer",
     "can_update",
     "check_elementwise",
     "check_optimizer",
     "clone_optimizer",
+    "innermost",
     "long_states",
     "make_pieces",
     "num_moments",

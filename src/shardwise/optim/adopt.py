@@ -5,9 +5,12 @@ The optimizer object, its class, its groups and their hyperparameters stay; only
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +18,15 @@ from torch import nn
 from shardwise.errors import OptimizerError
 from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
 from shardwise.partition import ParamInfo, Piece, Unit, UpdatePiece
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer itself, if a wrapper that only stands in front of one was given (as Accelerate's)."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
+        getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    ):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]) -> None:
@@ -57,100 +69,240 @@ def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
     return tuple(Piece(i, 0, slot.offset, slot.numel) for i, slot in enumerate(unit.layout.slots) if slot.numel)
 
 
-def adopt_optimizer(
-    optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
-    before_step: Callable[[bool], None],
-    after_closure: Callable[[], None],
-    after_step: Callable[[], None],
-    take_over: Callable[[torch.optim.Optimizer], Callable[[], None] | None],
-) -> None:
-    """Swap parameters for pieces, in place, keeping each group's order, and have every step announced."""
-    pieces: dict[int, list[nn.Parameter]] = {}
-    for unit in units:
-        for update in unit.pieces:
-            pieces.setdefault(id(unit.params[update.piece.slot_index]), []).append(update.master)
-    for param, state in list(optimizer.state.items()):
-        del optimizer.state[param]
-        for piece in pieces.get(id(param), []):
-            optimizer.state[piece] = fresh_state(param, state, piece)
-    for group in optimizer.param_groups:
-        group["params"] = [piece for param in group["params"] for piece in pieces.get(id(param), [])]
-    stream = take_over(optimizer)
-    steps = _PlainSteps if stream is None else functools.partial(_StreamedSteps, stream)
-    steps(before_step, after_closure, after_step).listen(optimizer)
+class StreamedUpdate(Protocol):
+    """Stands in for the body of a step."""
+
+    has_states: bool
+
+    def __call__(self) -> None:
+        """Update everything that has a gradient."""
 
 
-class _PlainSteps:
-    """Announces every step around the optimizer's own body: before it, after its closure, after it."""
+class StepListener(Protocol):
+    """Who is told about an optimizer's steps: the runtime."""
+
+    def before_step(self, has_closure: bool = False) -> None:
+        """The optimizer is about to update."""
+
+    def after_closure(self) -> None:
+        """A closure that the optimizer called has ended."""
+
+    def after_step(self) -> None:
+        """The optimizer has updated."""
+
+    def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
+        """Gradients of these (Unit, slot) parameters were dropped or zeroed by `optimizer.zero_grad()`."""
+
+
+class Adopted:
+    """The user's optimizer, which updates pieces: which parameter is in which group, and every step announced.
+
+    `mark` says whose pieces these are; a state dict carries it.
+    """
 
     def __init__(
-        self, before_step: Callable[[bool], None], after_closure: Callable[[], None], after_step: Callable[[], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        listener: StepListener,
+        take_over: Callable[[torch.optim.Optimizer], StreamedUpdate | None],
+        mark: dict[str, Any],
     ) -> None:
-        self._before_step, self._after_closure, self._after_step = before_step, after_closure, after_step
-
-    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # the optimizer's hooks hold this
+        self._listener = listener
+        self._mark = mark
+        self._group_of: dict[tuple[int, int], int] = {}  # by Unit and slot, frozen parameters included
+        self._pieces: dict[int, nn.Parameter] = {}  # what groups may hold, by id
+        self._outermost: FrameType | None = None  # the call of step() that is running
+        self._params: list[list[nn.Parameter]] | None = None  # of every group, while the body of a streamed step runs
+        numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        places = {(unit.index, slot): numbers.get(id(p)) for unit in units for slot, p in enumerate(unit.params)}
+        self._group_of = {place: number for place, number in places.items() if number is not None}
+        states = dict(optimizer.state)
+        optimizer.state.clear()
+        by_param = {id(p): unit.pieces_of(slot) for unit in units for slot, p in enumerate(unit.params)}
+        for param, state in states.items():
+            for piece in by_param.get(id(param), ()):
+                optimizer.state[piece.master] = fresh_state(param, state, piece.master)
+        for group in optimizer.param_groups:
+            group["params"] = [self._know(piece) for param in group["params"] for piece in by_param[id(param)]]
+        self._stream = take_over(optimizer)
         optimizer.register_step_pre_hook(self.begin)
         optimizer.register_step_post_hook(self.end)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.zero_grad = types.MethodType(_ZeroGrad(self), optimizer)  # type: ignore[method-assign]
+        # torch.amp.GradScaler asks for this before it decides, rank by rank, whether to step; see `_refuse_stock_scaler`. A rank
+        # alone whose gradients are in memory may use it.
+        self._refuses_scalers = mark["world_size"] > 1 or self._stream is not None
+        if self._refuses_scalers:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
-    def begin(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _know(self, piece: UpdatePiece) -> nn.Parameter:
+        self._pieces[id(piece.master)] = piece.master
+        return piece.master
+
+    def add(self, unit: Unit) -> None:
+        """A Unit that was frozen has pieces now: they join the groups that listed its parameters."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._recover(optimizer)
+        for piece in unit.pieces:
+            master = self._know(piece)
+            number = self._group_of.get((unit.index, piece.piece.slot_index))
+            if optimizer is not None and number is not None:
+                optimizer.param_groups[number]["params"].append(master)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The optimizer's step begins."""
+        caller = sys._getframe(1)
+        if self._outermost is not None and _is_above(self._outermost, caller):
+            return None  # a subclass's step calls its parent's, which announces itself too
+        self._recover(optimizer)
+        self._refuse_stock_scaler(optimizer)
+        self._take_new_groups(optimizer)
         closure = _closure_in(args, kwargs)
-        self._before_step(closure is not None)
+        self._listener.before_step(closure is not None)
+        self._outermost = caller
+        self._hide(optimizer)
         if closure is None:
             return None
 
         def followed() -> Any:
+            self._show(optimizer)
             loss = closure()
-            self._after_closure()
+            self._listener.after_closure()
+            self._hide(optimizer)
             return loss
 
         return (args[0],), {**kwargs, "closure": followed}
 
-    def end(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._after_step()
-
-
-class _StreamedSteps(_PlainSteps):
-    """Updates before the optimizer's own body, which then finds nothing to do."""
-
-    def __init__(self, stream: Callable[[], None], *announce: Callable[..., None]) -> None:
-        super().__init__(*announce)
-        self._stream = stream
-        self._params: list[list[nn.Parameter]] = []  # of every group, while the body runs
-        self._depth = 0  # a subclass's step may call its parent's, which announces itself too
-
-    def listen(self, optimizer: torch.optim.Optimizer) -> None:
-        super().listen(optimizer)
-        optimizer.register_state_dict_pre_hook(_refuse_states)
-        optimizer.register_load_state_dict_pre_hook(_refuse_states)
-
-    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._depth += 1
-        if self._depth > 1:
-            return None
-        closure = _closure_in(args, kwargs)
-        loss = None
-        try:
-            self._before_step(closure is not None)
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-                self._after_closure()
-            self._stream()
-        except BaseException:
-            self._depth = 0
-            raise
-        self._params = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
-        return None if closure is None else ((args[0],), {**kwargs, "closure": lambda: loss})
-
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for group, params in zip(optimizer.param_groups, self._params, strict=True):
-                group["params"] = params
-            super().end(optimizer, args, kwargs)
+        """The optimizer's step ends. A streamed update runs here: the body before it had nothing to do."""
+        if sys._getframe(1) is not self._outermost:
+            return
+        self._show(optimizer)
+        self._outermost = None
+        if self._stream is not None:
+            self._stream()
+        self._listener.after_step()
+
+    def _hide(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._stream is not None:
+            self._params = [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = []
+
+    def _show(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._params is not None:
+            for group, params in zip(optimizer.param_groups, self._params, strict=False):
+                group["params"] = [*params, *group["params"]]
+            self._params = None
+
+    def _recover(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that raised in its middle, in its body or in another hook, never came to its end."""
+        self._show(optimizer)
+        self._outermost = None
+
+    def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._refuses_scalers and getattr(optimizer, "found_inf", None) is not None:
+            raise OptimizerError(
+                "torch.amp.GradScaler looks for overflow in this rank's own pieces only, so ranks would come to different "
+                "decisions. Use the run's own scaler, with the same methods: run.scaler.scale(loss).backward(), "
+                "run.scaler.step(optimizer), run.scaler.update(); sw.Precision(loss_scale=sw.LossScale()) turns it on."
+            )
+
+    def _take_new_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters that `add_param_group` brought since the last step."""
+        for number, group in enumerate(optimizer.param_groups):
+            if all(id(param) in self._pieces for param in group["params"]):
+                continue
+            params: list[nn.Parameter] = []
+            for position, param in enumerate(group["params"]):
+                if id(param) in self._pieces:
+                    params.append(param)
+                    continue
+                handle = getattr(param, "_shardwise", None)
+                if handle is None or handle.unit.owner is not self._listener:
+                    raise OptimizerError(
+                        f"group {number}, parameter {position} (shape {list(param.shape)}) was given to {type(optimizer).__name__} "
+                        "after sw.shard() and belongs to no part of the sharded model: its gradients would not be averaged over "
+                        "ranks, and it would not be saved. Add modules to the model before sw.shard()."
+                    )
+                place = (handle.unit.index, handle.slot)
+                if self._group_of.get(place, number) != number:
+                    raise OptimizerError(
+                        f"parameter {handle.unit.layout.slots[handle.slot].name!r} was given to group {number} of "
+                        f"{type(optimizer).__name__}, but is in group {self._group_of[place]} already."
+                    )
+                if self._stream is not None:
+                    raise OptimizerError(
+                        f"parameter {handle.unit.layout.slots[handle.slot].name!r} was given to {type(optimizer).__name__} after "
+                        "sw.shard(); states that stream are laid out when the model is sharded. Give it to the optimizer before."
+                    )
+                self._group_of[place] = number
+                params += [self._know(piece) for piece in handle.unit.pieces_of(handle.slot)]
+            group["params"] = params
+
+    # -- zero_grad and state dicts ----------------------------------------------------------------------------
+
+    def cleared(self, *, set_to_none: bool) -> None:
+        """`optimizer.zero_grad()` was called."""
+        self._listener.cleared(self._group_of.keys(), set_to_none=set_to_none)
+
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        self._recover(optimizer)
+        if self._stream is not None and self._stream.has_states:
+            raise _not_in_optimizer(optimizer)
+
+    def _after_state_dict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, _MARK: dict(self._mark)}
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        self._recover(optimizer)
+        found = state.get(_MARK)
+        if found is None:
+            if state.get("state"):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__}.load_state_dict: this state dict was not made by a sharded optimizer, so its "
+                    "states are those of whole parameters, not of this rank's pieces. They cannot be partitioned yet: start with "
+                    "fresh ones."
+                )
+        elif found != self._mark:
+            which = [key for key in self._mark if found.get(key) != self._mark[key]]
+            shown = ", ".join(f"{key} {found.get(key)} (here {self._mark[key]})" for key in which)
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.load_state_dict: this state dict has the pieces of another rank or run: {shown}. Every "
+                "rank must load the one that it saved itself, at the same stage and world size."
+            )
+        if self._stream is not None and state.get("state"):
+            raise _not_in_optimizer(optimizer)
+
+
+_MARK = "shardwise"
+
+
+class _ZeroGrad:
+    """`optimizer.zero_grad()`, which also forgets gradients of which this rank owns no piece."""
+
+    def __init__(self, adopted: Adopted) -> None:
+        self._adopted = adopted
+
+    def __call__(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
+        self._adopted.cleared(set_to_none=set_to_none)
+
+
+def _is_above(frame: FrameType, below: FrameType | None) -> bool:
+    """Whether a call is still running, seen from one that runs now."""
+    while below is not None:
+        if below is frame:
+            return True
+        below = below.f_back
+    return False
 
 
 def _closure_in(args: Any, kwargs: Any) -> Callable[[], Any] | None:
@@ -158,8 +310,8 @@ def _closure_in(args: Any, kwargs: Any) -> Callable[[], Any] | None:
     return closure
 
 
-def _refuse_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise OptimizerError(
+def _not_in_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerError:
+    return OptimizerError(
         f"{type(optimizer).__name__}: states that stream are not in the optimizer, so its state_dict() would be incomplete "
         "and a loaded one ignored. Saving them is not built yet; run.full_state_dict() has the parameters."
     )

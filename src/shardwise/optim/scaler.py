@@ -1,24 +1,104 @@
-"""Dynamic loss scaling for fp16: grow after a run of good steps, back off and skip after an overflow."""
+"""Loss scaling for fp16 in torch's own words: a `torch.amp.GradScaler` whose ranks decide together.
+
+Handed out by the run. `scale`, `unscale_`, `step`, `update` and `state_dict` are torch's; what differs is that gradients are
+unscaled where they live (also on disk) and that an overflow on one rank is an overflow on all.
+"""
 
 from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
 
 from shardwise.config import LossScale
 
 
-class LossScaler:
-    """The scale in force and the count towards its growth."""
+class Scaled(Protocol):
+    """The gradients that a scaler works on: the runtime's."""
 
-    def __init__(self, policy: LossScale) -> None:
-        self._policy = policy
-        self.scale = policy.initial
-        self.num_good_steps = 0
+    def scaled(self) -> None:
+        """A scaled loss is being run backward."""
 
-    def update(self, *, found_overflow: bool) -> None:
-        """Take note of one step's outcome."""
-        if found_overflow:
-            self.scale = max(self.scale * self._policy.backoff, self._policy.minimum)
-            self.num_good_steps = 0
+    def unscale(self, factor: float) -> bool:
+        """Multiply all reduced gradients by `factor`; whether all of them, on all ranks, are finite."""
+
+    def skip_step(self) -> None:
+        """The step is left out because of an overflow."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales the loss of one sharded model. Optimizers of other models are treated as torch's own scaler would."""
+
+    def __init__(self, policy: LossScale | None, gradients: Scaled, optimizer: torch.optim.Optimizer | None, device: str) -> None:
+        settings = LossScale() if policy is None else policy
+        super().__init__(
+            device,
+            init_scale=settings.initial,
+            growth_factor=settings.growth,
+            backoff_factor=settings.backoff,
+            growth_interval=settings.interval,
+            enabled=policy is not None,
+        )
+        self._minimum = settings.minimum
+        self._gradients = gradients
+        self._optimizer = optimizer
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or losses, by the scale; their backward is known to be scaled."""
+        scaled = super().scale(outputs)
+        if self._enabled:
+            self._watch(scaled)
+        return scaled
+
+    def _watch(self, outputs: Any) -> None:
+        if isinstance(outputs, torch.Tensor):
+            if outputs.requires_grad:
+                outputs.register_hook(self._begin)
             return
-        self.num_good_steps += 1
-        if self.num_good_steps % self._policy.interval == 0:
-            self.scale *= self._policy.growth
+        for output in outputs:
+            self._watch(output)
+
+    def _begin(self, _: torch.Tensor) -> None:
+        self._gradients.scaled()
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        if optimizer is not self._optimizer:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        is_finite = self._gradients.unscale(float(inv_scale))
+        return {found_inf.device: torch.full_like(found_inf, 0.0 if is_finite else 1.0)}
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the scale out of the gradients, and find out whether any rank's overflowed."""
+        super().unscale_(self._own(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step, unless a gradient overflowed on any rank."""
+        optimizer = self._own(optimizer)
+        if not self._enabled or optimizer is not self._optimizer:
+            return super().step(optimizer, *args, **kwargs)
+        # torch hands an overflow on to optimizers that say they can deal with it; here the decision is made for all alike.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        try:
+            taken = self._num_overflows(optimizer)
+            result = super().step(optimizer, *args, **kwargs)
+            if self._num_overflows(optimizer) or taken:
+                self._gradients.skip_step()
+            return result
+        finally:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def _num_overflows(self, optimizer: torch.optim.Optimizer) -> float:
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return sum(flag.item() for flag in found.values())
+
+    def _own(self, optimizer: Any) -> Any:
+        """The sharded optimizer, if a wrapper around it was given."""
+        return self._optimizer if getattr(optimizer, "optimizer", None) is self._optimizer else optimizer
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Grow or back off, never below the policy's minimum."""
+        super().update(new_scale)
+        if self._enabled and self._scale is not None:
+            self._scale.clamp_(min=self._minimum)

@@ -131,6 +131,11 @@ class StreamedStep:
             del optimizer.state[piece]
         self._grad_factors = grad_factors
 
+    @property
+    def has_states(self) -> bool:
+        """Whether any part has been updated."""
+        return bool(self._small)
+
     def __call__(self) -> None:
         """One step."""
         groups = self._optimizer.param_groups

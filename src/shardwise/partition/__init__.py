@@ -2,7 +2,7 @@
 
 Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`,
 `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Unit`, `UnitDtypes`, `UpdatePiece`,
-`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter` (lifecycle).
+`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter`, `FreedView` (lifecycle).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
 shape, name and place whether its Unit is gathered or freed.
@@ -11,6 +11,7 @@ shape, name and place whether its Unit is gathered or freed.
 from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
 from shardwise.partition.lifecycle import (
     FreedParameter,
+    FreedView,
     Handle,
     Owner,
     ShardedParameter,
@@ -21,6 +22,7 @@ from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_para
 
 __all__ = [
     "FreedParameter",
+    "FreedView",
     "Handle",
     "Layout",
     "Owner",

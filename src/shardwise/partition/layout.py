@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 ALIGN_BYTES = 64
@@ -75,7 +76,7 @@ class Layout:
     def cover(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int, int]]:
         """Split [start, stop) into runs: (slot index or None for padding, start in the slot, start in the run, numel)."""
         at = start
-        index = max(bisect.bisect_right(self._offsets, start) - 1, 0)
+        index = self.slot_at(start)
         while at < stop:
             while index < len(self.slots) and self.slots[index].end <= at:
                 index += 1
@@ -92,7 +93,11 @@ class Layout:
                 yield index, at - slot.offset, at - start, run
                 at += run
 
-    @property
+    def slot_at(self, element: int) -> int:
+        """The slot that holds an element of the flat vector (padding counts to the slot before it)."""
+        return max(bisect.bisect_right(self._offsets, element) - 1, 0)
+
+    @functools.cached_property
     def _offsets(self) -> list[int]:
         return [slot.offset for slot in self.slots]
 

@@ -2,21 +2,22 @@
 
 A parameter keeps its identity for life: the same object sits in the module, in the user's lists and in autograd's
 graph. Its class says what is in memory: `ShardedParameter` while its Unit is gathered, `FreedParameter` while it
-is not (`docs/decisions/0001-freed-parameters.md`).
+is not (`docs/decisions/0001-freed-parameters.md`). A view of a freed parameter that user code holds (`p.data`, `p.view(-1)`) is a
+`FreedView`: a place in the parameter, without values.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from shardwise.errors import FreedParameterError, LifecycleError
+from shardwise.errors import FreedParameterError, LifecycleError, ModelError
 
 if TYPE_CHECKING:
     from shardwise.partition.unit import Unit
@@ -50,7 +51,10 @@ class Owner(Protocol):
     """Whether an optimizer may be built on freed parameters (before `shard`, which then replaces them)."""
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Gather `units`, all at once, if a touch may do that now; False means the touch is a mistake."""
+        """Gather `units` and keep them, if a pass runs that will free them again; False if none does."""
+
+    def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
+        """Run one operation on freed parameters outside any pass; `name` is the operation's, for messages."""
 
     def remedy(self) -> str:
         """What the user should do instead of touching a freed parameter."""
@@ -61,13 +65,55 @@ class Owner(Protocol):
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
         """What assigning `parameter.grad` does."""
 
+    def flagged(self, handle: Handle, requires_grad: bool) -> None:
+        """The user has frozen or unfrozen a parameter."""
 
-@dataclasses.dataclass(frozen=True)
+
 class Handle:
-    """The one attribute a managed parameter carries: its Unit and its place there."""
+    """The one attribute a managed parameter carries: its Unit and its place there.
 
-    unit: Unit
-    slot: int
+    Autograd's nodes hold parameters where Python's collector cannot see it. A parameter therefore does not keep the Unit of a
+    running model alive: the model's hooks do.
+    """
+
+    __slots__ = ("_strong", "_unit", "slot")
+
+    def __init__(self, unit: Unit, slot: int, *, keeps_unit: bool) -> None:
+        self._unit = weakref.ref(unit)
+        self._strong = unit if keeps_unit else None
+        self.slot = slot
+
+    @property
+    def unit(self) -> Unit:
+        """The Unit; an error if the run is gone."""
+        unit = self._unit()
+        if unit is None:
+            raise ModelError(
+                "this parameter belongs to a sharded model that no longer exists: keep the model, or the run that sw.shard() "
+                "returned, for as long as its parameters are used."
+            )
+        return unit
+
+
+    def at(self, slot: int) -> Handle:
+        """Another parameter of the same Unit."""
+        return Handle(self.unit, slot, keeps_unit=self._strong is not None)
+
+
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+def own_data(param: torch.Tensor) -> torch.Tensor:
+    """`param.data`, without the note that user code has taken an alias."""
+    data: torch.Tensor = _DATA.__get__(param)
+    return data
+
+
+def point_at(param: torch.Tensor, data: torch.Tensor) -> None:
+    """`param.data = data`, whatever the parameter's class makes of an assignment."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(param, data)
 
 
 class ShardedParameter(nn.Parameter):
@@ -85,12 +131,45 @@ class ShardedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         self._shardwise.unit.owner.set_local_grad(self._shardwise, value)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that autograd does not see; the Unit notes that it may be written through it."""
+        alias: torch.Tensor = _DATA.__get__(self)
+        self._shardwise.unit.lend_alias(self._shardwise.slot, alias)
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:  # `module.to()` assigns a parameter to itself where nothing changes
+            _DATA.__set__(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records it; a change is told to the run."""
+        flag: bool = _REQUIRES_GRAD.__get__(self)
+        return flag
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _REQUIRES_GRAD.__set__(self, value)
+        self._shardwise.unit.owner.flagged(self._shardwise, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Freeze or unfreeze."""
+        self.requires_grad = requires_grad
+        return self
+
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         """A copy is an ordinary parameter with its own memory."""
         if id(self) not in memo:
-            memo[id(self)] = self._user_class(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary parameter of its own size."""
+        plain = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        return plain.__reduce_ex__(protocol)
 
 
 # Answered from the placeholder, which has the true shape, dtype and device and no values.
@@ -120,7 +199,9 @@ _METADATA = frozenset(
         "nelement",
         "size",
         "dim",
+        "ndimension",
         "element_size",
+        "__len__",
         "__hash__",
         "__dir__",
         "grad_fn",
@@ -141,56 +222,225 @@ _METADATA = frozenset(
         "is_maia",
         "is_ipu",
         "is_mtia",
+        "is_leaf",
+        "is_conj",
+        "is_neg",
+        "is_same_size",
         "register_hook",
         "register_post_accumulate_grad_hook",
         "__torch_function__",
         "is_shared",
         "is_pinned",
+        "is_distributed",
+        "requires_grad_",
+        "setting .requires_grad",
+        "retain_grad",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+        "result_type",
+        "is_tensor",
     }
 )
+_GEOMETRY = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
+_CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"})
+"""Give the tensor itself back where nothing would change."""
+_REFUSED = {
+    "deepcopy": "A copy needs the whole model's memory: make it inside `with run.gathered():`, on every rank.",
+    "pickle": "Save `run.full_state_dict()` instead: it is collected Unit by Unit, and its tensors are ordinary ones.",
+    "share_memory_": "Shards are in shared memory already where ranks share a host; share tensors of your own instead.",
+    "data_ptr": "An address is good only while the parameter is gathered: ask inside `with run.gathered(module):`.",
+    "untyped_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
+    "storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
+    "_typed_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
+    "__dlpack__": "Memory can be handed out only while the parameter is gathered: do it inside `with run.gathered(module):`.",
+    "set_": "Give it values with copy_(), or set_() it inside `with run.gathered(module):`.",
+    "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
+}
+"""What cannot be done to a freed parameter, and what to do instead."""
+_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cuda", "cpu", "type", "setting .data"})
 
 
-class FreedParameter(ShardedParameter):
-    """A parameter whose Unit is freed: shape, dtype, name and place stay; touching its values raises or gathers."""
+class _Freed(torch.Tensor):
+    """What freed parameters and views of them have in common: operations go to the owner."""
+
+    _shardwise: Handle
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer metadata; let the owner gather if this touch is inside a forward; otherwise raise."""
+        """Answer questions about metadata; have the owner run anything else with the values in memory."""
         kwargs = kwargs or {}
         name = _name_of(func)
         if name in _METADATA or func is torch.autograd.grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        freed = [value for value in _flatten((args, kwargs)) if isinstance(value, FreedParameter)]
-        if name in ("stride", "is_contiguous") and len(freed) == 1:
+        touched = [value for value in _flatten((args, kwargs)) if isinstance(value, _Freed)]
+        first = touched[0]
+        if name in _GEOMETRY and len(touched) == 1 and first is args[0]:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(freed[0]._shardwise.unit.blank(freed[0]._shardwise.slot), *args[1:], **kwargs)
-        if name == "is_leaf" and all(param._shardwise.unit.owner.allows_optimizer for param in freed):
-            return True
-        for owner in {id(param._shardwise.unit.owner): param._shardwise.unit.owner for param in freed}.values():
-            touched = [param for param in freed if param._shardwise.unit.owner is owner]
-            if not owner.touch(list(dict.fromkeys(param._shardwise.unit for param in touched))):
-                raise _touched(touched[0], name)
-        return func(*args, **kwargs)
+                return func(first._twin(), *args[1:], **kwargs)
+        if name.endswith("_like") and first is args[0] and len(touched) == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(torch.empty_strided(*first._strides(), dtype=first.dtype, device=first.device), *args[1:], **kwargs)
+        if name in _CASTS and first is args[0] and len(touched) == 1 and first._is_cast_to_itself(func, args, kwargs):
+            return first
+        if name in _REFUSED:
+            raise refusal(first, name)
+        handles = [value._shardwise for value in touched]
+        by_owner = {id(handle.unit.owner): handle.unit.owner for handle in handles}
+        for owner in by_owner.values():
+            mine = [handle for handle in handles if handle.unit.owner is owner]
+            if not owner.touch(list(dict.fromkeys(handle.unit for handle in mine))):
+                return owner.operate(lambda: _call(func, args, kwargs), mine, name)
+        return _call(func, args, kwargs)
+
+    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the real one."""
+        raise NotImplementedError
+
+    def _twin(self) -> torch.Tensor:
+        """An empty tensor of that geometry."""
+        return torch.empty_strided(*self._strides(), device="meta")
+
+    def _real(self) -> torch.Tensor:
+        """The values, while they are in memory."""
+        raise NotImplementedError
+
+    def _is_cast_to_itself(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            if _name_of(func) == "contiguous":
+                return bool(self._twin().is_contiguous(*args[1:], **kwargs))
+            twin = torch.empty((0,), dtype=self.dtype, device=self.device)
+            try:
+                found = func(twin, *args[1:], **kwargs)
+            except Exception:
+                return False  # the operation itself will say what is wrong
+            return found is twin or found == twin.type()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise refusal(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refusal(self, "pickle")
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation whose Units are gathered now."""
+    return func(*_replaced(args), **_replaced(kwargs))
+
+
+def _replaced(value: Any) -> Any:
+    """Views of freed parameters become real ones; parameters are real themselves while gathered."""
+    if isinstance(value, FreedView):
+        return value._real()
+    if isinstance(value, dict):
+        return {key: _replaced(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(item) for item in value)
+    return value
+
+
+class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
+    """A parameter whose Unit is freed: shape, dtype, name and place stay; an operation on it is the owner's to run."""
+
+    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        slot = self._shardwise.unit.layout.slots[self._shardwise.slot]
+        return slot.shape, slot.stride
+
+    def _real(self) -> torch.Tensor:
+        return self
+
+    @property
+    def data(self) -> torch.Tensor:
+        """A view of the whole parameter that autograd does not see; inside a pass a real one."""
+        with torch.no_grad():
+            view: torch.Tensor = torch.Tensor.detach(self)
+        return view
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        unit, slot = self._shardwise.unit, self._shardwise.slot
+        if not isinstance(value, torch.Tensor) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise refusal(self, "setting .data")
+        with torch.no_grad():
+            torch.Tensor.copy_(self, value)
+        unit.rebind(slot)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Freeze or unfreeze: a flag needs no values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().requires_grad_(requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         unit = self._shardwise.unit
         slot = unit.layout.slots[self._shardwise.slot]
         return f"FreedParameter({slot.name!r}, shape={list(slot.shape)}, dtype={self.dtype}, unit={unit.name!r})"
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise _touched(self, "deepcopy")
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _touched(self, "pickle")
+        raise refusal(self, "pickle")
 
 
-def _touched(param: FreedParameter, what: str) -> FreedParameterError:
+class FreedView(_Freed):
+    """A view of a freed parameter, without history: its place, and no values."""
+
+    _geometry: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+    _epoch: int
+
+    @staticmethod
+    def of(handle: Handle, view: torch.Tensor) -> FreedView:
+        """Stand in for `view`, which lies in the full vector of the handle's Unit."""
+        unit = handle.unit
+        place = (view.data_ptr() - unit.full.data_ptr()) // view.element_size()
+        blank = torch.full((), float("nan"), device=view.device).to(view.dtype).expand(view.shape)
+        stand_in = torch.Tensor._make_subclass(FreedView, blank)
+        stand_in._shardwise = handle
+        stand_in._geometry = (tuple(view.shape), tuple(view.stride()), place, view.dtype)
+        stand_in._epoch = unit.epochs[handle.slot]
+        return stand_in
+
+    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self._geometry[:2]
+
+    def _real(self) -> torch.Tensor:
+        shape, stride, place, dtype = self._geometry
+        unit, slot = self._shardwise.unit, self._shardwise.slot
+        if unit.epochs[slot] != self._epoch:
+            raise FreedParameterError(
+                f"a view of parameter {unit.layout.slots[slot].name!r} was taken before `.data` was assigned, and its old values "
+                "are not kept. Take a copy first: `.data.clone()`."
+            )
+        full = unit.full if unit.full.dtype == dtype else unit.full.view(dtype)
+        return full.as_strided(shape, stride, full.storage_offset() + place)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Itself: it has no history."""
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise refusal(self, "set_")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        unit = self._shardwise.unit
+        name = unit.layout.slots[self._shardwise.slot].name
+        return f"FreedView(of {name!r}, shape={list(self._geometry[0])}, dtype={self._geometry[3]}, unit={unit.name!r})"
+
+
+def refusal(param: _Freed, what: str) -> FreedParameterError:
+    """What cannot be done to a freed parameter, with the one remedy that fits."""
     unit = param._shardwise.unit
     slot = unit.layout.slots[param._shardwise.slot]
+    remedy = _REFUSED.get(what)
+    if what in _CONVERSIONS:
+        remedy = "Convert or move the model before sw.shard(); sw.shard(precision=...) sets the stored and computing dtypes."
     return FreedParameterError(
         f"{what} on parameter {slot.name!r} (shape {list(slot.shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
-        f"rank's shard is in memory outside the forward pass. {unit.owner.remedy()}"
+        f"rank's shard is in memory outside the forward pass. {remedy or unit.owner.remedy()}"
     )
 
 

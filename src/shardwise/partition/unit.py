@@ -7,15 +7,27 @@ it only holds tensors and keeps parameters, full vector and shard consistent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.partition.layout import Layout, Piece
-from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes
-from shardwise.tiers import FixedBuffer, FullBuffer, Kind, Ledger, OverlaidBuffer, SparePages, Tier, make_full_buffer
+from shardwise.errors import ModelError
+from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, own_data, point_at
+from shardwise.tiers import (
+    FixedBuffer,
+    FullBuffer,
+    Kind,
+    Ledger,
+    OverlaidBuffer,
+    SparePages,
+    Tier,
+    make_full_buffer,
+    own_storage,
+)
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
 
@@ -78,12 +90,11 @@ class Unit:
         self.is_trainable = is_trainable
         self.is_always_full = is_always_full
         self.state = UnitState.SHARDED
-        self.version = 0  # counts changes of the parameters, so that a graph can tell it is out of date
         self.scopes = 0  # forward calls now inside this Unit
         self.num_contexts = 0  # of which run.gathered contexts
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
-        self.was_opened = False  # some passage has gathered this Unit in the backward that runs now
+        self.is_written = False  # gathered values were changed by user code and are not in the shards yet
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
         self.is_covered = not is_always_full and len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
@@ -94,7 +105,11 @@ class Unit:
         self._ledger = ledger
         self._tier = Tier.HOST if device.type == "cpu" else Tier.DEVICE
         self._classes = [managed_classes(type(p)) for p in params]
-        self._versions: list[int] = []
+        self.epochs = [0] * len(params)
+        """How often each parameter was given other memory; a view that was taken before is out of date."""
+        self._versions: list[int] = []  # of the parameters when they were exposed or last written back
+        self._addresses: list[int] = []
+        self._aliases: dict[int, weakref.ref[torch.Tensor]] = {}  # taken by user code through `.data`, which autograd does not see
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
         self._full: FullBuffer | None = None
@@ -158,6 +173,17 @@ class Unit:
         self.master = self._master_memory() if self.is_trainable else self.shard
         self._blanks = [self._blank_for(slot.shape) for slot in self.layout.slots]
 
+    def pieces_of(self, slot: int) -> list[UpdatePiece]:
+        """One parameter's pieces in this rank's span."""
+        return [update for update in self.pieces if update.piece.slot_index == slot]
+
+    def thaw(self) -> None:
+        """Make a Unit that was frozen trainable: masters begin with the stored values."""
+        self.is_trainable = True
+        self.master = self._master_memory()
+        if self.has_own_master:
+            self.master.copy_(self.full if self.span.numel == self.layout.numel and self.is_always_full else self.shard)
+
     def _master_memory(self) -> torch.Tensor:
         if self.master_is_away:
             return torch.empty(0, dtype=self.dtypes.master, device=self.device)
@@ -170,11 +196,6 @@ class Unit:
 
     def _blank_for(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.full((), float("nan"), dtype=self.dtypes.compute, device=self.device).expand(shape)
-
-    def blank(self, index: int) -> torch.Tensor:
-        """An empty tensor with the gathered parameter's strides, for questions about geometry."""
-        slot = self.layout.slots[index]
-        return torch.empty_strided(slot.shape, slot.stride, device="meta")
 
     def grad_memory(self) -> torch.Tensor:
         """The reduced gradient of this rank's span, taken on first use and kept."""
@@ -220,9 +241,59 @@ class Unit:
         """Whether masters are kept beside the stored and the full parameters."""
         return self.master is not self.shard and self.master is not self._full_tensor()
 
-    def was_written_past_masters(self) -> bool:
-        """Whether whole parameters were changed in place since the last update, where masters would overwrite that."""
-        return self.is_always_full and self.has_own_master and self._versions != [p._version for p in self.params]
+    def lend_alias(self, slot: int, alias: torch.Tensor) -> None:
+        """User code has taken `.data` of a parameter: from now on it may be written without autograd's version telling."""
+        self._aliases[slot] = weakref.ref(alias)
+
+    def rebind(self, slot: int) -> None:
+        """A parameter was given other memory by `p.data = ...`: views taken before would show its values from then."""
+        self.epochs[slot] += 1
+
+    def may_be_written(self) -> bool:
+        """Whether gathered values may differ from the shards: written through the parameter, through `.data`, or replaced."""
+        if self.state is not UnitState.GATHERED:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._versions != [p._version for p in self.params]:
+                return True
+            if any(p.data_ptr() != address for p, address in zip(self.params, self._addresses, strict=True)):
+                return True
+        return bool(self._aliases) and not (isinstance(self._full, OverlaidBuffer) and self._full.is_untouched())
+
+    def absorb(self) -> None:
+        """Copy values in that user code put in the parameters' place (`p.data = x`, `p.set_(x)`); parameters are views again."""
+        if self._views is None or self.state is not UnitState.GATHERED:
+            return
+        for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            with torch._C.DisableTorchFunctionSubclass():
+                if param.data_ptr() == address:
+                    continue
+                self._take_in(index, own_data(param), address)
+                point_at(param, self._views[index])
+
+    def _take_in(self, index: int, data: torch.Tensor, address: int) -> None:
+        assert self._views is not None
+        slot, view = self.layout.slots[index], self._views[index]
+        if view.data_ptr() != address or data.is_shared():
+            raise ModelError(
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was moved to shared memory by share_memory(), so "
+                "updates would not reach it. Call share_memory() before sw.shard(), on a copy."
+            )
+        if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
+            raise ModelError(
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was replaced by a tensor of shape "
+                f"{list(data.shape)}, dtype {data.dtype} on {data.device} (model.to(), .half(), or an assignment to .data); it has "
+                f"shape {list(view.shape)}, dtype {view.dtype} on {view.device}. Convert the model before sw.shard()."
+            )
+        alias = self._aliases[index]() if index in self._aliases else None
+        if alias is not None and alias.data_ptr() == address:
+            raise ModelError(
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was given other values by an assignment to .data "
+                "while its old ones are still held through a `.data` taken before; they would be overwritten now. Keep a copy "
+                "instead (`.data.clone()`), or put the old values back first."
+            )
+        view.copy_(data)
+        self.rebind(index)
 
     def _store_changed(self, target: torch.Tensor, start: int) -> bool:
         stored = self.dtypes.stored
@@ -251,11 +322,17 @@ class Unit:
     def _full_tensor(self) -> torch.Tensor | None:
         return None if self._full is None else self._full.tensor
 
-    def changed(self) -> None:
-        """Note that parameter values are new: graphs built before are out of date."""
-        self.version += 1
-        if self.state is UnitState.GATHERED:
-            torch.autograd.graph.increment_version(self.params)
+    def changed(self, slots: Iterable[int] | None = None) -> None:
+        """Note that values of these parameters (default: all) are new: graphs that read the old ones are out of date."""
+        with torch._C.DisableTorchFunctionSubclass():
+            touched = self.params if slots is None else [self.params[slot] for slot in slots]
+            if touched:
+                torch.autograd.graph.increment_version(touched)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Shards hold what the parameters show now."""
+        with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self.params]
 
     # -- lifecycle --------------------------------------------------------------------------------------------
@@ -292,10 +369,14 @@ class Unit:
             full = self.full
             base = full.storage_offset()
             with torch.inference_mode(False):
-                self._views = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
-        for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
-            param.__class__ = gathered  # first: a FreedParameter refuses to have its data set
-            param.data = view
+                flat = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
+                self._views = [own_storage(view) for view in flat]
+            self._addresses = [view.data_ptr() for view in self._views]
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
+                param.__class__ = gathered
+                point_at(param, view)
+            self._versions = [param._version for param in self.params]
         self.state = UnitState.GATHERED
 
     def uncover(self) -> None:
@@ -311,9 +392,8 @@ class Unit:
     def free(self) -> None:
         """Parameters become placeholders and the full vector's memory is given back."""
         check_move(self.name, self.state, UnitState.SHARDED)
-        for param, blank, (gathered, freed) in zip(self.params, self._blanks, self._classes, strict=True):
-            param.__class__ = gathered  # it may be covered
-            param.data = blank
+        for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+            point_at(param, blank)
             param.__class__ = freed
         self.state = UnitState.SHARDED
         self._give_up_full()
@@ -327,24 +407,19 @@ class Unit:
         """Whether an alias taken while gathered was written after the Unit was freed: such a write is lost."""
         return self.state is UnitState.SHARDED and self._full is not None and not self._full.is_untouched()
 
-    def adopt(self) -> None:
-        """Make the module's own parameters this Unit's: from here on they are placeholders or views."""
-        for index, (param, (gathered, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
-            param.grad = None
-            param.__class__ = gathered  # one that was built under sharded_init is freed, and refuses
-            param.data = self._blanks[index]
-            param._shardwise = Handle(self, index)  # type: ignore[attr-defined]
+    def adopt(self, *, keeps_unit: bool = False) -> None:
+        """Make the module's own parameters this Unit's: from here on they are placeholders or views.
+
+        `keeps_unit`: parameters keep the Unit alive, because nobody else does yet.
+        """
+        for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
+            torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+            point_at(param, self._blanks[index])
+            param._shardwise = Handle(self, index, keeps_unit=keeps_unit)  # type: ignore[attr-defined]
             param.__class__ = freed
         if self.is_always_full:
             self.state = UnitState.GATHERING
             self.expose()
-            self._versions = [param._version for param in self.params]
-
-    def is_intact(self) -> bool:
-        """Whether gathered parameters still are the views they were given (nobody assigned `.data`)."""
-        if self._views is None or self.state is not UnitState.GATHERED:
-            return True
-        return all(p.data_ptr() == v.data_ptr() for p, v in zip(self.params, self._views, strict=True))
 
 
 def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -8,7 +8,7 @@ Where the run stores 16-bit parameters, the reference rounds at the same places.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +22,16 @@ from shardwise.engine import clip_factor
 class SupportsParity(Protocol):
     """The part of a run that the comparison reads."""
 
+    scaler: torch.amp.GradScaler
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global gradient norm."""
 
-    def grad(self, name: str) -> torch.Tensor | None:
-        """The full reduced gradient."""
+    def iter_grads(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The full reduced gradients."""
 
-    def master(self, name: str) -> torch.Tensor:
-        """The full value that is updated."""
+    def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full values that are updated."""
 
     @property
     def config(self) -> Any:
@@ -96,9 +98,17 @@ class PlainTrainer:
     """One rank of plain replicated training, with the same rounding as a run of the given precision."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, add_up: AddUp | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        add_up: AddUp | None = None,
+        *,
+        broadcasts: bool = True,
     ) -> None:
+        """`broadcasts`: every rank goes on with rank 0's buffers after each backward."""
         self.model = model
+        self._broadcasts = broadcasts
         self._add_up = add_up or in_rank_order
         self.optimizer = optimizer
         self._stored = precision.param
@@ -125,28 +135,42 @@ class PlainTrainer:
                     param.copy_(self.masters[name].to(self._stored))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Local backward, then average over ranks and accumulate."""
+        """Local backward, then average over ranks and accumulate; every rank goes on with rank 0's buffers."""
         loss.backward()
-        for name, param in self.model.named_parameters():
-            local, param.grad = param.grad, None
-            mean = self._average(local, param) if param.requires_grad else None
-            if mean is not None:
-                self._held[name] = mean if name not in self._held else self._held[name] + mean
+        params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        local = {name: param.grad for name, param in params.items()}
+        for param in self.model.parameters():
+            param.grad = None
+        for name, mean in self._averages(params, local).items():
+            self._held[name] = mean if name not in self._held else self._held[name] + mean
+        if self._broadcasts and _world_size() > 1:
+            for buffer in self.model.buffers():
+                values = buffer.detach().clone(memory_format=torch.contiguous_format)
+                dist.broadcast(values.view(-1).view(torch.uint8), 0)
+                with torch.no_grad():
+                    buffer.copy_(values)
 
-    def _average(self, local: torch.Tensor | None, param: nn.Parameter) -> torch.Tensor | None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    def _averages(
+        self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor]:
+        """The mean over ranks of every gradient that any rank has; all of one dtype travel together."""
+        world_size = _world_size()
         if world_size == 1:
-            return local
-        is_used = torch.tensor([int(local is not None)])
-        dist.all_reduce(is_used)
-        if not is_used.item():
-            return None
-        mine = torch.zeros_like(param) if local is None else local.detach()
-        if self._wire is not None:
-            mine = mine.to(self._wire)
-        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(world_size)]
-        dist.all_gather(parts, mine.contiguous())
-        return self._add_up([part.float() if part.dtype.itemsize == 2 else part for part in parts]) / world_size
+            return {name: grad for name, grad in local.items() if grad is not None}
+        is_used = torch.tensor([int(grad is not None) for grad in local.values()])
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
+        used = [name for name, flag in zip(local, is_used.tolist(), strict=True) if flag]
+        found: dict[str, torch.Tensor] = {}
+        for dtype in dict.fromkeys(self._wire or params[name].dtype for name in used):
+            names = [name for name in used if (self._wire or params[name].dtype) == dtype]
+            mine = [torch.zeros_like(params[n]) if (grad := local[n]) is None else grad.detach() for n in names]
+            flat = torch.cat([grad.to(dtype).reshape(-1) for grad in mine])
+            parts = [torch.empty_like(flat) for _ in range(world_size)]
+            dist.all_gather(parts, flat)
+            total = self._add_up([part.float() if dtype.itemsize == 2 else part for part in parts]) / world_size
+            sizes = [params[name].numel() for name in names]
+            found |= {n: part.view(params[n].shape) for n, part in zip(names, total.split(sizes), strict=True)}
+        return {name: found[name] for name in local if name in found}
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The accumulated mean gradient of a parameter."""
@@ -167,6 +191,10 @@ class PlainTrainer:
             if id(master) in updated:  # optimizer.zero_grad() clears what it knows; the rest accumulates on
                 self._held.pop(name, None)
         self._round()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def plain_norm(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -197,7 +225,9 @@ def compare_with_plain(
     the reference's gradients over ranks; None: in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up)
+    reference = PlainTrainer(
+        plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast"
+    )
     comparison = _Comparison()
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
         for step in range(steps):
@@ -208,19 +238,21 @@ def compare_with_plain(
                 torch.manual_seed(seed + 1000 * number + rank)
                 expected = loss_of(plain, number)
                 comparison.add("loss", step, loss.detach(), expected.detach())
-                loss.backward()
+                run.scaler.scale(loss).backward()
                 reference.backward(expected)
+            run.scaler.unscale_(optimizer)
             if max_norm is not None:
                 run.clip_grad_norm_(max_norm)  # clipped gradients are compared through the values they lead to
             else:
-                for name, param in plain.named_parameters():
-                    if param.requires_grad and param.numel():
-                        comparison.add_grad(name, step, run.grad(name), reference.gradient(name))
-            optimizer.step()
+                for name, grad in run.iter_grads():
+                    if reference.masters[name].numel():
+                        comparison.add_grad(name, step, grad, reference.gradient(name))
+            run.scaler.step(optimizer)
+            run.scaler.update()
             optimizer.zero_grad()
             reference.step(max_norm)
-            for name, master in reference.masters.items():
-                comparison.add(f"parameter {name}", step, run.master(name), master.detach())
+            for name, master in run.iter_masters():
+                comparison.add(f"parameter {name}", step, master, reference.masters[name].detach())
     return comparison.report(steps)
 
 

@@ -1,7 +1,7 @@
 """Where do bytes live?
 
 Public names: `Ledger`, `Kind`, `Tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
-`OverlaidBuffer`, `make_full_buffer` (the memory of a gathered Unit), `SparePages` (what a freed Unit leaves to the next);
+`OverlaidBuffer`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (what a freed Unit leaves to the next);
 `DiskFile` (one rank's file, read and written in the background by the engine of `io`); `Shelf` (one kind of state of many Units
 away from the device: `HostShelf`, `DiskShelf`); `Mover` (copies between host and device, and the `Buffers` that everything
 passes through); `Heap` (freed memory that is returned).
@@ -15,7 +15,7 @@ from shardwise.tiers.buffers import Buffer, Buffers
 from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier
-from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer
+from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer, own_storage
 from shardwise.tiers.mover import Mover
 from shardwise.tiers.pages import SparePages
 from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, whole_quanta
@@ -40,5 +40,6 @@ __all__ = [
     "Tier",
     "aligned_memory",
     "make_full_buffer",
+    "own_storage",
     "whole_quanta",
 ]

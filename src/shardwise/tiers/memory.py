@@ -8,6 +8,7 @@ documentation and has not been run on a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import os
@@ -190,6 +191,19 @@ class ResizedBuffer(FullBuffer):
     def is_untouched(self) -> bool:
         """A storage without bytes cannot be written."""
         return True
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory behind a storage object of its own, so that saving or sharing the tensor takes no more than itself.
+
+    On CPU only; elsewhere the view itself.
+    """
+    num_bytes = view.numel() * view.element_size()
+    if view.device.type != "cpu" or num_bytes == 0:
+        return view
+    memory = (ctypes.c_char * num_bytes).from_address(view.data_ptr())
+    memory.owner = view  # type: ignore[attr-defined]  # torch keeps `memory`, and that keeps the view's own storage
+    return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
 def make_full_buffer(numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None) -> FullBuffer:

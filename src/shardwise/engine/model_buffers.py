@@ -1,0 +1,99 @@
+"""The model's buffers (running statistics, codebooks): every rank goes on with rank 0's, as under DistributedDataParallel.
+
+Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers that no
+rank has changed are not moved. A training forward that follows another without a backward between them brings them up to date itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.comm import Transport, World
+from shardwise.engine.digest import digest
+
+
+class ModelBuffers:
+    """The buffers of one model, and what they were when ranks last had the same."""
+
+    def __init__(self, model: nn.Module, world: World, *, is_local: bool) -> None:
+        self._model = model
+        self._world = world
+        self._is_idle = is_local or world.world_size == 1
+        self._marks: dict[str, int] = {}
+        self._keys: list[str] = []
+        if not self._is_idle:
+            self._remember(dict(self._each()))
+
+    def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self._model.named_buffers():
+            if buffer.numel() and not buffer.is_meta:
+                yield name, buffer
+
+    def _remember(self, buffers: dict[str, torch.Tensor]) -> None:
+        self._keys = list(buffers)
+        self._marks = {name: _mark(buffer) for name, buffer in buffers.items()}
+
+    def changed(self) -> list[bool]:
+        """Which buffers this rank has changed since ranks had the same; always as long as when that was."""
+        if self._is_idle:
+            return []
+        now = dict(self._each())
+        return [name not in now or _mark(now[name]) != self._marks[name] for name in self._keys]
+
+    def before_forward(self, transport: Transport) -> None:
+        """A forward of the whole model begins: if another has changed buffers and no backward has passed since, agree first."""
+        if self._is_idle or not (torch.is_grad_enabled() and self._model.training):
+            return
+        changed = self.changed()
+        if any(changed):
+            self.broadcast(transport, changed)
+
+    def broadcast(self, transport: Transport, chosen: Sequence[bool]) -> None:
+        """Every rank takes rank 0's values of the chosen buffers."""
+        if self._is_idle:
+            return
+        now = dict(self._each())
+        names = [name for name, is_chosen in zip(self._keys, chosen, strict=True) if is_chosen and name in now]
+        if names:
+            parts = [_bytes_of(now[name]) for name in names]
+            whole = transport.from_first(torch.cat(parts))
+            for name, part in zip(names, whole.split([part.numel() for part in parts]), strict=True):
+                _fill(now[name], part)
+        if list(now) != self._keys or names:
+            self._remember(now)
+
+
+def broadcast_from_first(model: nn.Module, world: World) -> None:
+    """Before training: every rank starts with rank 0's buffers."""
+    for buffer in model.buffers():
+        if world.world_size > 1 and buffer.numel() and not buffer.is_meta:
+            values = _bytes_of(buffer)
+            _fill(buffer, world.broadcast(values))
+
+
+def _mark(buffer: torch.Tensor) -> int:
+    """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values themselves."""
+    return digest(_memory_of(buffer))
+
+
+def _memory_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The elements a buffer really has: of an expanded dimension, one."""
+    data = buffer.detach()
+    for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            data = data.narrow(dim, 0, 1)
+    return data
+
+
+def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """A copy, as bytes: transports do not know every dtype."""
+    return _memory_of(buffer).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    memory = _memory_of(buffer)
+    with torch.no_grad():
+        memory.copy_(values.view(memory.dtype).view(memory.shape))

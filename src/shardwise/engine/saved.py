@@ -1,0 +1,160 @@
+"""What autograd keeps of parameters that come and go: their place instead of their values.
+
+While a forward pass runs, every tensor that autograd saves passes through here (`torch.autograd.graph.saved_tensors_hooks`). A
+view of a Unit's full vector is kept as a `Place` and gathered again when backward asks for it, however backward got there; so the
+hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept as it is, or
+handed to the hooks that were there before ours.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.partition import ShardedParameter, Unit
+
+_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_is_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Place(NamedTuple):
+    """A view of a Unit's full vector, and the version its parameter had."""
+
+    unit: Unit
+    slot: int
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameter still has the values that were saved."""
+        return self.version == _version_of(self.unit, self.slot)
+
+    def view(self) -> torch.Tensor:
+        """The values, while the Unit is gathered."""
+        full = self.unit.full if self.unit.full.dtype == self.dtype else self.unit.full.view(self.dtype)
+        return full.as_strided(self.shape, self.stride, full.storage_offset() + self.offset)
+
+
+class _Passed(NamedTuple):
+    """What other hooks made of a tensor."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    value: Any
+
+
+class SavedPlaces:
+    """Knows where full vectors lie, and puts its hooks on top of whatever hooks there are."""
+
+    def __init__(self, restore: Callable[[Place], torch.Tensor]) -> None:
+        """`restore` gathers a place's Unit and returns the view."""
+        self._restore = restore
+        self._starts: list[int] = []
+        self._entries: list[tuple[int, int, Unit]] = []  # (start, end, Unit) of full vectors, by address
+        self._known: set[int] = set()
+        self._pack: Callable[[torch.Tensor], Any] = _Pack(self, None)
+
+    def know(self, unit: Unit) -> None:
+        """A Unit's full vector has an address from now on."""
+        if unit.index not in self._known:
+            self._known.add(unit.index)
+            start = unit.full.data_ptr()
+            bisect.insort(self._entries, (start, start + unit.full_bytes, unit), key=lambda entry: entry[0])
+            self._starts = [entry[0] for entry in self._entries]
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The Unit whose full vector an address lies in."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at >= 0:
+            _, end, unit = self._entries[at]
+            if address < end:
+                return unit
+        return None
+
+    def begin(self) -> contextlib.AbstractContextManager[Any] | None:
+        """Put the hooks on top, if they are not; the context to leave, or None. Raises LookupError where none are allowed."""
+        top: Hooks | None = None if _top is None else _top(False)
+        if top is not None and isinstance(top[0], _Pack) and top[0].places is self:
+            return None
+        if not _is_enabled():
+            raise LookupError("saved tensor hooks are disabled here, as inside torch.func transforms")
+        context = torch.autograd.graph.saved_tensors_hooks(self._pack if top is None else _Pack(self, top), self.unpack)
+        context.__enter__()
+        return context
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """The hooks, for one operation or one context."""
+        context = self.begin() if torch.is_grad_enabled() else None
+        try:
+            yield
+        finally:
+            if context is not None:
+                context.__exit__(None, None, None)
+
+    def place(self, unit: Unit, tensor: torch.Tensor, address: int) -> Place:
+        """Where a tensor lies."""
+        itemsize = tensor.element_size()
+        start = address - unit.full.data_ptr()
+        slot = unit.layout.slot_at(start // unit.dtypes.compute.itemsize)
+        return Place(unit, slot, _version_of(unit, slot), tensor.shape, tensor.stride(), start // itemsize, tensor.dtype)
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Autograd asks for what was saved."""
+        kind = type(kept)
+        if kind is tuple:
+            tensor, version = kept
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"{tensor.type()} of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} "
+                    "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+                    "torch.autograd.set_detect_anomaly(True)."
+                )
+            kept = tensor
+        elif kind is Place:
+            kept = self._restore(kept)
+        elif kind is _Passed:
+            kept = kept.unpack(kept.value)
+        found: torch.Tensor = kept
+        return found
+
+
+class _Pack:
+    """Called by autograd with every tensor it saves."""
+
+    __slots__ = ("_outer", "places")
+
+    def __init__(self, places: SavedPlaces, outer: Hooks | None) -> None:
+        self.places = places
+        self._outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a freed parameter, or a wrapper without memory of its own
+            address = 0
+            if isinstance(tensor, ShardedParameter):
+                with torch._C.DisableTorchFunctionSubclass():
+                    address = tensor.data_ptr()
+        unit = self.places.unit_at(address)
+        if unit is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.places.place(unit, tensor, address)
+        if self._outer is not None:
+            return _Passed(self._outer[1], self._outer[0](tensor))
+        # Detached, because a node that keeps its own output would never be collected; a detached tensor counts the same versions.
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
+
+
+def _version_of(unit: Unit, slot: int) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return unit.params[slot]._version
