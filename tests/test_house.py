@@ -77,16 +77,16 @@ def test_public_surface() -> None:
     ]  # fmt: skip
     public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
     assert public == [
-        "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state", "loss_scale",
-        "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement", "predicted_memory",
+        "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
+        "iter_masters", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement", "predicted_memory",
         "report", "selfcheck", "transport", "units",
     ]  # fmt: skip
 
 
 def test_config_fields_are_pinned() -> None:
     assert [f.name for f in dataclasses.fields(ShardConfig)] == [
-        "stage", "precision", "units", "max_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods", "offload", "transport",
-        "timeout_s",
+        "stage", "precision", "units", "max_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods", "offload", "buffers",
+        "transport", "timeout_s",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Precision)] == ["param", "compute", "reduce", "master", "loss_scale"]
     assert [f.name for f in dataclasses.fields(Offload)] == [

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+import shardwise as sw
 from cases import CASES, build
 from shardwise.observe import process_memory
 from shardwise.testing import RankPool, compare_with_plain
@@ -63,6 +64,11 @@ def writes() -> dict[str, bool]:
     with torch.no_grad():
         CASES["paged"].loss(model, 0)
     handle.remove()
+    try:
+        run.master("blocks.0.up.weight")
+        found["scribbles refused"] = False
+    except sw.errors.RanksDifferError as error:
+        found["scribbles refused"] = "not alike on every rank" in str(error)
     found["scribbles dropped"] = unit._full.is_untouched()
     found["shards as before"] = torch.equal(run.master("blocks.0.up.weight"), 2 * before)
     report = compare_with_plain(run, model, opt, plain, plain_opt, CASES["paged"].loss, steps=3)

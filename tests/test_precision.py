@@ -13,7 +13,7 @@ import shardwise as sw
 from cases import CASES, build
 from shardwise.config import LossScale
 from shardwise.engine import emulates_16_bit, precision, resolve_dtypes
-from shardwise.optim import LossScaler
+from shardwise.optim import GradScaler
 from shardwise.testing import RankPool
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -59,44 +59,76 @@ def test_a_cpu_that_does_not_say_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert [precision.emulates_16_bit.__wrapped__("cpu", dtype) for dtype in (BF16, FP16)] == [False, True]
 
 
-def test_loss_scaler_grows_backs_off_and_stops_at_its_minimum() -> None:
-    scaler = LossScaler(LossScale(initial=8.0, interval=2, minimum=2.0))
-    for _ in range(2):
-        scaler.update(found_overflow=False)
-    assert scaler.scale == 16.0
-    scaler.update(found_overflow=False)
-    scaler.update(found_overflow=True)
-    assert scaler.scale == 8.0 and scaler.num_good_steps == 0
-    for _ in range(9):
-        scaler.update(found_overflow=True)
-    assert scaler.scale == 2.0
+class _Gradients:
+    """Stands in for a run's gradients."""
+
+    is_finite = True
+    skipped = 0
+
+    def scaled(self) -> None:
+        pass
+
+    def unscale(self, factor: float) -> bool:
+        return self.is_finite
+
+    def skip_step(self) -> None:
+        self.skipped += 1
 
 
-def scaling(stage: int) -> dict[str, bool]:
+def test_the_scaler_grows_backs_off_and_stops_at_its_minimum() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    gradients = _Gradients()
+    scaler = GradScaler(LossScale(initial=8.0, interval=2, minimum=2.0), gradients, optimizer, "cpu")
+    assert isinstance(scaler, torch.amp.GradScaler)
+
+    def steps(*finite: bool) -> float:
+        for gradients.is_finite in finite:
+            scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    assert steps(True, True) == 16.0
+    assert steps(True, False) == 8.0 and gradients.skipped == 1
+    assert steps(*[False] * 9) == 2.0 and gradients.skipped == 10
+    kept = scaler.state_dict()
+    again = GradScaler(LossScale(), gradients, optimizer, "cpu")
+    again.load_state_dict(kept)
+    assert again.get_scale() == 2.0
+
+
+def scaling(stage: int, transport: str) -> dict[str, bool]:
     precision = sw.Precision(param=FP16, loss_scale=LossScale(initial=1024.0, interval=3))
-    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, precision=precision)
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, precision=precision, transport=transport)
+    scaler = run.scaler
     checks = {"starts": run.loss_scale == 1024.0}
     loss = CASES["gpt"].loss(model, 0)
-    loss.backward()
+    scaler.scale(loss).backward()
     checks["the loss itself is not scaled"] = float(loss) < 100
+    scaled = run.grad("blocks.0.up.weight")
+    scaler.unscale_(opt)
     unscaled = run.grad("blocks.0.up.weight")
-    checks["gradients are unscaled"] = unscaled is not None and float(unscaled.abs().max()) < 10
-    opt.step()
+    checks["gradients are unscaled"] = scaled is not None and torch.equal(unscaled, scaled / 1024.0)
+    scaler.step(opt)
+    scaler.update()
     opt.zero_grad()
     before = {n: run.master(n) for n in ("wte.weight", "blocks.1.down.weight")}
     state = {id(p): float(s["step"]) for p, s in opt.state.items()}
     loss = CASES["gpt"].loss(model, 1)
-    (loss * float("inf") if torch.distributed.get_rank() == 0 else loss).backward()
+    scaler.scale(loss * float("inf") if torch.distributed.get_rank() == 0 else loss).backward()
+    scaler.unscale_(opt)
     norm = run.clip_grad_norm_(1.0)
     checks["clipping does not raise"] = not bool(torch.isfinite(norm))
-    opt.step()  # skipped on every rank, though only one overflowed
+    scaler.step(opt)  # skipped on every rank, though only one overflowed
+    scaler.update()
     opt.zero_grad()
     checks["skipped"] = run.num_skipped_steps == 1 and run.loss_scale == 512.0
     checks["parameters kept"] = all(torch.equal(run.master(n), v) for n, v in before.items())
     checks["moments kept"] = all(state[id(p)] == float(s["step"]) for p, s in opt.state.items())
     for number in range(3):
-        CASES["gpt"].loss(model, 2 + number).backward()
-        opt.step()
+        scaler.scale(CASES["gpt"].loss(model, 2 + number)).backward()
+        scaler.step(opt)
+        scaler.update()
         opt.zero_grad()
     checks["grows again"] = run.loss_scale == 1024.0
     checks["moved on"] = not torch.equal(run.master("wte.weight"), before["wte.weight"])
@@ -105,38 +137,46 @@ def scaling(stage: int) -> dict[str, bool]:
     return checks
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, stage: int) -> None:
-    for checks in pool.run(scaling, stage):
-        assert all(checks.values()), checks
+def stock_scaler(stage: int, transport: str) -> str:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, transport=transport)
+    scaler = torch.amp.GradScaler("cpu")
+    loss = CASES["gpt"].loss(model, 0)
+    scaler.scale(loss * float("inf") if torch.distributed.get_rank() == 0 else loss).backward()
+    try:
+        scaler.step(opt)
+        answer = "stepped"
+    except sw.errors.OptimizerError as error:
+        answer = str(error)
+    run.close()
+    return answer
 
 
-class TwoOutputs(nn.Module):
-    """One output is computed from another: the scale must enter once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        return {"logits": logits, "loss": logits.square().mean()}
+@pytest.mark.parametrize("transport", ["shared", "pairwise"])
+def test_torchs_own_scaler_is_refused_at_its_first_step_on_every_rank(pool: RankPool, transport: str) -> None:
+    for stage in (0, 2, 3):
+        for answer in pool.run(stock_scaler, stage, transport):
+            assert "run.scaler.step(optimizer)" in answer
 
 
-def test_the_scale_enters_once_when_outputs_depend_on_each_other() -> None:
+def test_torchs_own_scaler_works_on_a_rank_alone() -> None:
     torch.manual_seed(0)
-    model = TwoOutputs()
-    x = torch.randn(3, 6)
-    expected = torch.autograd.grad(model(x)["loss"] + model(x)["logits"].sum(), model.layer.weight)[0]
-    run = sw.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=3,
-        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=256.0)),
-    )
-    out = model(x)
-    (out["loss"] + model(x)["logits"].sum()).backward()
-    assert torch.equal(run.grad("layer.weight"), expected)
+    run, model, opt, plain, plain_opt = build("mlp", "adamw", stage=3)
+    for module, optimizer in ((model, opt), (plain, plain_opt)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for number, factor in enumerate((1.0, float("inf"), 1.0)):
+            scaler.scale(CASES["mlp"].loss(module, number) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        assert torch.equal(run.master(name), param)
+
+
+@pytest.mark.parametrize("transport", ["shared", "pairwise"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, stage: int, transport: str) -> None:
+    for checks in pool.run(scaling, stage, transport):
+        assert all(checks.values()), checks
 
 
 def test_masters_come_from_the_original_values() -> None:
@@ -212,36 +252,49 @@ class Dataclassed(nn.Module):
         return Output(x.square().mean(), [x.sum(), x.mean()])
 
 
-@pytest.mark.parametrize("entry", ["forward", "submodule", "method", "in place", "reentrant"])
-def test_the_scale_enters_once_by_every_door(entry: str) -> None:
+class Hidden:
+    """An output that torch cannot see into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+DOORS = ("forward", "forward method", "submodule", "method", "in place", "reentrant", "hidden", "penalty")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("door", DOORS)
+def test_gradients_are_right_by_whatever_door_the_loss_comes(door: str, stage: int) -> None:
     torch.manual_seed(0)
     model = Dataclassed()
     x = torch.randn(3, 6)
 
     def loss() -> torch.Tensor:
-        if entry == "submodule":
+        if door == "forward method":
+            return model.forward(x).loss
+        if door == "submodule":
             return model.blocks[1](model.blocks[0](x).detach()).square().mean()
-        if entry == "method":
+        if door == "method":
             return model.inner(x).square().mean()
-        if entry == "in place":
+        if door == "in place":
             return model.blocks[1](x).mul_(2.0).sum()
-        if entry == "reentrant":
+        if door == "reentrant":
             return checkpoint(lambda t: model(t).loss, x.clone().requires_grad_(), use_reentrant=True)
         out = model(x)
+        if door == "hidden":
+            return Hidden(out.loss).value + out.parts[0]
+        if door == "penalty":
+            return out.loss + 0.5 * model.blocks[1].weight.square().sum()
         return out.loss + out.parts[0] + 2 * out.parts[1]
 
-    expected = torch.autograd.grad(loss(), model.blocks[1].weight)[0] if entry != "reentrant" else None
-    if expected is None:
-        loss().backward()
-        expected = model.blocks[1].weight.grad
-    run = sw.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=3,
-        methods=("inner",),
-        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=256.0)),
-    )
     loss().backward()
+    expected = model.blocks[1].weight.grad
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = sw.Precision(param=FP32, loss_scale=LossScale(initial=65536.0))
+    run = sw.shard(model, optimizer, stage=stage, precision=precision)
+    run.scaler.scale(loss()).backward()
+    run.scaler.unscale_(optimizer)
     assert torch.equal(run.grad("blocks.1.weight"), expected)
 
 
@@ -258,38 +311,24 @@ class Square(nn.Module):
         return x
 
 
-def test_the_scale_stays_inside_the_model() -> None:
-    """Called twice in a row, with a layer of the user's in front, and with a gradient for the input."""
-    torch.manual_seed(0)
-    model, front = Square(), nn.Linear(6, 6)
-    x = torch.randn(3, 6, requires_grad=True)
-
-    def loss() -> torch.Tensor:
-        return model(model(front(x))).square().sum()
-
-    loss().backward()
-    expected = [model.blocks[0].weight.grad, front.weight.grad, x.grad]
-    front.zero_grad()
-    x.grad = None
-    model.zero_grad()
-    run = sw.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=3,
-        precision=sw.Precision(param=FP32, loss_scale=LossScale(initial=65536.0)),
-    )
-    loss().backward()
-    found = [run.grad("blocks.0.weight"), front.weight.grad, x.grad]
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_closure_with_loss_scaling_is_refused() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forgetting_the_scaler_is_refused(stage: int) -> None:
     model = Square()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sw.shard(model, optimizer, stage=3, precision="fp16")
+    run = sw.shard(model, optimizer, stage=stage, precision="fp16")
+    with pytest.raises(sw.errors.OptimizerError, match=r"run\.scaler\.scale\(loss\)\.backward"):
+        model(torch.randn(2, 6)).sum().backward()
+    run.scaler.scale(model(torch.randn(2, 6)).sum()).backward()
+    with pytest.raises(sw.errors.OptimizerError, match=r"run\.scaler\.step\(optimizer\)"):
+        optimizer.step()
+    with pytest.raises(sw.errors.OptimizerError, match=r"run\.scaler\.unscale_\(optimizer\) first"):
+        run.clip_grad_norm_(1.0)
     with pytest.raises(sw.errors.OptimizerError, match="would not be checked for overflow"):
         optimizer.step(lambda: model(torch.randn(2, 6)).sum())
+    before = run.master("blocks.0.weight")
+    run.scaler.step(optimizer)
+    run.scaler.update()
+    assert not torch.equal(run.master("blocks.0.weight"), before)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

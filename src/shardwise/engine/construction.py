@@ -24,9 +24,10 @@ from torch.nn.modules.module import (
 from shardwise.comm import Transport, World, make_transport
 from shardwise.config import Offload
 from shardwise.engine.digest import digest
+from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
 from shardwise.engine.window import Window
-from shardwise.errors import ShardwiseError
+from shardwise.errors import FreedParameterError, ShardwiseError
 from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
 from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shelf
 
@@ -186,9 +187,16 @@ class Construction:
         """Between construction and `shard` one operation gathers, runs and is written back."""
         self._window.touch([handle.unit for handle in touched])
         try:
-            return without_views(function(), touched, name)
+            result = without_views(function(), touched, name)
         finally:
             self._window.close()
+        if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors_in(result)):
+            first = touched[0].unit
+            raise FreedParameterError(
+                f"{name} on parameter {first.layout.slots[touched[0].slot].name!r} of {first.name}: autograd would record it, but "
+                f"its values are not kept. {self.remedy()}"
+            )
+        return result
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """Which parameters are trained is decided by `shard`."""

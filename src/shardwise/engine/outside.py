@@ -67,7 +67,7 @@ class Outside:
         """Keep Units gathered; on leaving, write changes back to the shards."""
         runtime = self._runtime
         runtime.settle()
-        runtime.absorb_writes()
+        runtime.absorb_writes(asks_others=True)
         runtime.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
         done: list[Unit] = []
         self.num_contexts += 1
@@ -178,7 +178,7 @@ class Outside:
             runtime.start_afresh()  # the load before this one raised
         if self._loading is None:
             runtime.settle()
-            runtime.absorb_writes()
+            runtime.absorb_writes(asks_others=True)
             runtime.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1
@@ -255,7 +255,7 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         if unit is None:
             return tensor
         slot = unit.layout.slot_at((address - start) // unit.dtypes.compute.itemsize)
-        if tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise FreedParameterError(
                 f"{name} on parameter {unit.layout.slots[slot].name!r} (Unit {unit.name!r}, rank {unit.rank}) gives a view that "
                 "autograd records; its values would be gone when it is used, because no forward pass keeps them. Do it inside a "

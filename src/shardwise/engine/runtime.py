@@ -23,6 +23,7 @@ from shardwise.comm import Transport, World
 from shardwise.engine.digest import digest
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.model_buffers import ModelBuffers
+from shardwise.engine.nested import tensors_in
 from shardwise.engine.offload import Offloading
 from shardwise.engine.outside import Outside
 from shardwise.engine.passage import Frame, Passage
@@ -229,6 +230,10 @@ class Runtime:
         frame = self._frames.pop()
         if frame.hooks is not None:
             frame.hooks.__exit__(None, None, None)
+        if frame.is_root and torch.is_grad_enabled():
+            for tensor in tensors_in(output):  # also a rank whose loss reaches no trainable parameter takes part in the backward
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._announced)
         if not frame.opened:
             return
         if frame.passage is not None and reads_params_in_backward:
@@ -333,6 +338,9 @@ class Runtime:
                 self.gather(unit)
             unit.passages.add(passage)
 
+    def _announced(self, _: torch.Tensor) -> None:
+        self.begin_backward()
+
     @_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
         """The backward of a forward call is over."""
@@ -411,10 +419,11 @@ class Runtime:
         found = self.agree_on(marks)
         for unit, (low, high) in zip(units, found, strict=True):
             if low != high:
+                self._forget_writes(units)
                 raise RanksDifferError(
                     f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed in place by user code, and "
-                    "not alike on every rank: one value cannot stand for all. Make the same change on every rank (all-reduce what "
-                    "it depends on), or keep such values in a buffer."
+                    "not alike on every rank: one value cannot stand for all, so the change was dropped. Make the same change on "
+                    "every rank (all-reduce what it depends on), or keep such values in a buffer."
                 )
         for unit in units:
             with self.offload.resident(unit, keeps_changes=True):
@@ -424,6 +433,13 @@ class Runtime:
         self.transport.fence()
         for unit in units:
             self.free(unit)
+
+    def _forget_writes(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            unit.is_written = False
+            if unit.is_gathered and not unit.is_always_full and not unit.scopes:
+                unit.passages.clear()
+                unit.free()
 
     def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
         """The smallest and the largest of every value over all ranks."""
@@ -482,15 +498,22 @@ class Runtime:
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
 
-    def absorb_writes(self) -> None:
-        """Bring masters and shards up to date with what user code wrote into parameters."""
+    def absorb_writes(self, *, asks_others: bool = False) -> None:
+        """Bring masters and shards up to date with what user code wrote into parameters.
+
+        `asks_others`: also what other ranks have written counts; in a step they have said so when backward ended.
+        """
         for unit in self.units:
             if unit.is_always_full and unit.may_be_written():
                 unit.absorb()
                 with self.offload.resident(unit, keeps_changes=True):
                     unit.store_from_full()
                 unit.note_versions()
-        self.store_written()
+        if not asks_others or not self._keeps_places:
+            self.store_written()
+            return
+        found = self.agree_on([int(unit.is_written) for unit in self.units])
+        self.store_written([unit for unit, (_, is_written) in zip(self.units, found, strict=True) if is_written])
 
     def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called, by which this rank's pieces have lost their gradients."""

@@ -1,13 +1,13 @@
 """May this optimizer update flat pieces of parameters? Decided by trying it on small ones.
 
-An element-wise optimizer gives every element the same value whether its parameter is updated whole or in pieces. The
-trial runs a few steps both ways and compares; names are consulted only to give a better reason.
+An element-wise optimizer gives every element the same value whether one optimizer updates all parameters or every rank's own
+optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only to give
+a better reason.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -77,44 +77,67 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise OptimizerError with the reason unless updating pieces equals updating whole parameters."""
     name = type(optimizer).__name__
     known = next((reason for key, reason in _REASONS.items() if key.lower() in name.lower()), None)
-    if known is not None:
-        raise _refused(name, known)
     try:
         difference = _largest_difference(optimizer)
     except Exception as error:
-        raise _refused(name, f"a trial step on a small parameter raised {type(error).__name__}: {error}") from error
+        reason = known or f"a trial step on small parameters raised {type(error).__name__}: {error}"
+        raise _refused(name, reason) from error
     if difference is not None:
-        raise _refused(name, f"updating a parameter in pieces differed from updating it whole by {difference:.3g} in a trial")
+        raise _refused(
+            name, known or f"two ranks that update their own pieces differed from one that updates all by {difference:.3g} in a trial"
+        )
 
 
 def _refused(name: str, reason: str) -> OptimizerError:
     return OptimizerError(
-        f"{name} cannot be sharded: {reason}. Shards are flat pieces, so the update of an element may depend only on that "
-        "element. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)."
+        f"{name} cannot be sharded: {reason}. Every rank updates flat pieces of its own, so the update of an element may depend only "
+        "on that element. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)."
     )
 
 
+_SHAPES = ((6, 8), (5,), (4, 3))
+"""Of the trial's parameters, in every group."""
+
+
 def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
+    """Train small parameters by one optimizer and, cut as between two ranks, by two; the largest difference, None if none."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 8, generator=generator)
-    grads = [torch.randn(6, 8, generator=generator) * 10.0**exponent for exponent in (0, 1, -1)[:_STEPS]]
-    cuts = (0, 5, 16, 48)
-    whole = nn.Parameter(start.clone())
-    parts = [nn.Parameter(start.reshape(-1)[a:b].clone()) for a, b in itertools.pairwise(cuts)]
     num_groups = len(optimizer.param_groups)
-    on_whole = clone_optimizer(optimizer, [[whole]] + [[] for _ in range(num_groups - 1)])
-    on_parts = clone_optimizer(optimizer, [list(parts)] + [[] for _ in range(num_groups - 1)])
-    for group in (*on_whole.param_groups, *on_parts.param_groups):
-        if "lr" in group:
-            group["lr"] = 0.1  # the user's may be too small for a difference to show
-    for grad in grads:
-        whole.grad = grad.clone()
-        for part, (a, b) in zip(parts, itertools.pairwise(cuts), strict=True):
-            part.grad = grad.reshape(-1)[a:b].clone()
-        on_whole.step()
-        on_parts.step()
-    joined = torch.cat([part.detach() for part in parts]).reshape(6, 8)
-    # Vector and scalar code paths may round differently by a few units in the last place, never by more.
-    if torch.allclose(whole.detach(), joined, rtol=1e-5, atol=1e-7):
-        return None
-    return float((whole.detach() - joined).abs().max())
+    starts = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(num_groups)]
+    whole = [[nn.Parameter(start.clone()) for start in group] for group in starts]
+    # As in a Unit: the parameters end to end, the first half of the elements here, the rest there.
+    halves = [[_cut(start, rank) for start in group] for rank in range(2) for group in starts]
+    ranks = [halves[:num_groups], halves[num_groups:]]
+    optimizers = [clone_optimizer(optimizer, whole)]
+    optimizers += [clone_optimizer(optimizer, [[p for p in group if p.numel()] for group in groups]) for groups in ranks]
+    for clone in optimizers:
+        for group in clone.param_groups:
+            if "lr" in group:
+                group["lr"] = 0.1  # the user's may be too small for a difference to show
+    for exponent in (0, 1, -1)[:_STEPS]:
+        for number, group in enumerate(whole):
+            for position, param in enumerate(group):
+                # Groups have gradients of different sizes, so that a norm over all of them differs from one over some.
+                grad = torch.randn(param.shape, generator=generator) * 10.0 ** (exponent - number % 3)
+                param.grad = grad
+                for groups in ranks:
+                    piece = groups[number][position]
+                    start = 0 if groups is ranks[0] else grad.numel() - piece.numel()
+                    piece.grad = grad.reshape(-1)[start : start + piece.numel()].clone()
+        for clone in optimizers:
+            clone.step()
+    largest = 0.0
+    for number, group in enumerate(whole):
+        for position, param in enumerate(group):
+            joined = torch.cat([groups[number][position].detach() for groups in ranks]).reshape(param.shape)
+            # Vector and scalar code paths may round differently by a few units in the last place, never by more.
+            if not torch.allclose(param.detach(), joined, rtol=1e-5, atol=1e-7, equal_nan=True):
+                largest = max(largest, float((param.detach() - joined).abs().max()))
+    return largest or None
+
+
+def _cut(start: torch.Tensor, rank: int) -> nn.Parameter:
+    """A rank's part of a parameter: of the first shape some to each, of the second all to one, of the third all to the other."""
+    middle = {48: 21, 5: 5, 12: 0}[start.numel()]
+    flat = start.reshape(-1)
+    return nn.Parameter((flat[:middle] if rank == 0 else flat[middle:]).clone())

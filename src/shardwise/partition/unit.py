@@ -413,7 +413,8 @@ class Unit:
         `keeps_unit`: parameters keep the Unit alive, because nobody else does yet.
         """
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
-            torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
             point_at(param, self._blanks[index])
             param._shardwise = Handle(self, index, keeps_unit=keeps_unit)  # type: ignore[attr-defined]
             param.__class__ = freed

@@ -27,7 +27,7 @@ class RankError(RuntimeError):
 class RankPool:
     """`world_size` processes with an initialised gloo group, reused for many functions. Use as a context."""
 
-    def __init__(self, world_size: int, timeout_s: float = 120.0) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._directory: Path | None = None
