@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
 from shardwise.comm.meeting import Meeting
+from shardwise.comm.messages import Messages
 from shardwise.comm.pairwise import broadcast_by_gloo, combine_by_gloo
 from shardwise.comm.segment import PAGE_BYTES
 from shardwise.comm.shared import HostShards, copier
@@ -49,8 +50,8 @@ class CombinedTransport(Transport):
         super().__init__(world, timeout_s)
         self._hosts = hosts  # ranks of each host
         self._at = next(number for number, ranks in enumerate(hosts) if world.rank in ranks)
-        self._gather_group = world.new_group()  # whatever all ranks must make together comes before what a host may lack
-        self._reduce_group = world.new_group()
+        self._gather_messages = Messages(world)  # whatever all ranks must make together comes before what a host may lack
+        self._reduce_messages = Messages(world)
         self._host = world.part(list(hosts[self._at]))
         self._local = self._host.rank
         self.watch.share(self._host)
@@ -95,8 +96,8 @@ class CombinedTransport(Transport):
             for _, mate in self._mates():
                 place = own_slice(self.world, full, mate)
                 landings[mate] = torch.empty_like(shard) if full.dtype != shard.dtype else place
-                works.append((dist.irecv(landings[mate], group=self._gather_group, tag=operation.tag, group_src=mate), mate))
-                works.append((dist.isend(shard, group=self._gather_group, tag=operation.tag, group_dst=mate), mate))
+                works.append((self._gather_messages.receive(landings[mate], mate, operation.tag), mate))
+                works.append((self._gather_messages.send(shard, mate, operation.tag), mate))
             if self._shards.holds(operation.tag, shard):
                 self._shards.copy_into(full, operation.tag)
             else:
@@ -155,7 +156,7 @@ class CombinedTransport(Transport):
     ) -> None:
         pause("reduce.post")
         sums.works = [
-            (dist.irecv(sums.theirs[host, :numel], group=self._reduce_group, tag=operation.tag, group_src=mate), mate)
+            (self._reduce_messages.receive(sums.theirs[host, :numel], mate, operation.tag), mate)
             for host, mate in self._mates()
         ]
         for host, ranks in enumerate(self._hosts):
@@ -173,7 +174,7 @@ class CombinedTransport(Transport):
                     self._reduce_mail.read(local, operation, numel, wire, add)
             if host != self._at:
                 mate = ranks[self._local]
-                work = dist.isend(total, group=self._reduce_group, tag=operation.tag, group_dst=mate)
+                work = self._reduce_messages.send(total, mate, operation.tag)
                 sums.works.append((work, mate))
 
     def _land_sums(self, operation: Operation, sums: _HostSums, start: int, numel: int, sink: Sink) -> None:

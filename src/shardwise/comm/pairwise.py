@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.messages import Messages
 from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
@@ -46,8 +47,8 @@ class PairwiseTransport(Transport):
 
     def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
         super().__init__(world, timeout_s)
-        self._gather_group = world.new_group()
-        self._reduce_group = world.new_group()
+        self._gather_messages = Messages(world)
+        self._reduce_messages = Messages(world)
         self._gather_lane = Lane("shardwise-gather")
         self._lane = Lane("shardwise-reduce")
         self._limit_bytes = exchange_bytes
@@ -84,8 +85,8 @@ class PairwiseTransport(Transport):
             place = own_slice(self.world, full, peer)
             landing = torch.empty_like(shard) if is_narrow else place
             arrivals.append((landing, place))
-            works.append((dist.irecv(landing, group=self._gather_group, tag=operation.tag, group_src=peer), peer))
-            works.append((dist.isend(shard, group=self._gather_group, tag=operation.tag, group_dst=peer), peer))
+            works.append((self._gather_messages.receive(landing, peer, operation.tag), peer))
+            works.append((self._gather_messages.send(shard, peer, operation.tag), peer))
         copy_own(self.world, shard, full)
         pause("gather.wait")
         self.watch.wait_all(works, operation)
@@ -119,13 +120,13 @@ class PairwiseTransport(Transport):
     def _post(self, buffers: _ExchangeSet, tag: int, shard_numel: int, start: int, numel: int, source: Source) -> None:
         pause("reduce.post")
         buffers.works = [
-            (dist.irecv(buffers.receive[peer][:numel], group=self._reduce_group, tag=tag, group_src=peer), peer)
+            (self._reduce_messages.receive(buffers.receive[peer][:numel], peer, tag), peer)
             for peer in self.world.peers()
         ]
         for peer in self.world.peers():
             out = buffers.send[peer][:numel]
             source(peer * shard_numel + start, out)
-            buffers.works.append((dist.isend(out, group=self._reduce_group, tag=tag, group_dst=peer), peer))
+            buffers.works.append((self._reduce_messages.send(out, peer, tag), peer))
         source(self.world.rank * shard_numel + start, buffers.own[:numel])
 
     def _land(self, buffers: _ExchangeSet, start: int, numel: int, operation: Operation, sink: Sink) -> None:

@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.errors import ConfigError
 
 
+_parts: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}  # by global ranks, of one launch
+
+
 class World:
     """Rank, size, device, and the small collectives the library needs outside the hot path."""
 
@@ -56,7 +59,11 @@ class World:
         assert self.group is not None
         everyone = dist.get_process_group_ranks(self.group)
         part = World(None, self.device)
-        part.group = dist.new_group([everyone[rank] for rank in ranks], use_local_synchronization=True)
+        members = tuple(everyone[rank] for rank in ranks)
+        if members not in _parts or _parts[members][0] is not dist.group.WORLD:
+            # Kept: torch would keep it anyway, and the same hosts come again with the next run.
+            _parts[members] = (dist.group.WORLD, dist.new_group(list(members), use_local_synchronization=True))
+        part.group = _parts[members][1]
         part.ranks = [self.ranks[rank] for rank in ranks]
         part.rank, part.world_size = ranks.index(self.rank), len(ranks)
         return part
@@ -90,8 +97,3 @@ class World:
         parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.world_size)]
         dist.all_gather(parts, mine.to(self.device), group=self.group)
         return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
-
-    def barrier(self) -> None:
-        """Return when every rank is here."""
-        if self.world_size > 1:
-            dist.barrier(group=self.group)

@@ -185,9 +185,9 @@ class Adopted:
         if sys._getframe(1) is not self._outermost:
             return
         self._show(optimizer)
-        self._outermost = None
         if self._stream is not None:
             self._stream()
+        self._outermost = None
         self._listener.after_step()
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:

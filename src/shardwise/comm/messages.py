@@ -1,0 +1,39 @@
+"""Point-to-point messages between CPU ranks, over a gloo group of one's own.
+
+torch.distributed keeps every group it makes, with its sockets and threads, until all ranks destroy it in the same order. Transports
+come and go with their runs, at times that differ between ranks, so theirs are not registered there: they end with their last
+reference.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from shardwise.comm.world import World
+
+_made: collections.Counter[tuple[int, ...]] = collections.Counter()  # ranks of one world make their groups in the same order
+
+
+class Messages:
+    """A channel between the ranks of a world, with its own order of messages."""
+
+    def __init__(self, world: World) -> None:
+        assert world.group is not None
+        ranks = tuple(dist.get_process_group_ranks(world.group))
+        prefix = f"shardwise-messages-{'-'.join(map(str, ranks))}-{_made[ranks]}"
+        _made[ranks] += 1
+        store = c10d.PrefixStore(prefix, c10d._get_default_store())
+        self._group = dist.ProcessGroupGloo(store, world.rank, world.world_size)  # type: ignore[attr-defined]
+
+    def send(self, values: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start sending; `values` must not change before the returned work has ended."""
+        return self._group.send([values], peer, tag)
+
+    def receive(self, out: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start receiving into `out`."""
+        return self._group.recv([out], peer, tag)

@@ -1,0 +1,115 @@
+"""A run that is dropped, closed or not, leaves nothing: no memory, no descriptors, no threads, no files."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from cases import CASES, build
+from shardwise.observe import process_memory
+from shardwise.testing import RankPool
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "optimizer on disk": {"offload": sw.Offload(optimizer="disk")},
+    "everything on disk": {"offload": "disk"},
+    "16 bits": {"precision": "bf16"},
+}
+
+
+def _once(closes: bool, **options: Any) -> weakref.ref[Any]:
+    run, model, opt, _, _ = build("gpt", "adamw", **options)
+    for number in range(2):
+        run.scaler.scale(CASES["gpt"].loss(model, number)).backward()
+        opt.step()
+        opt.zero_grad()
+    CASES["gpt"].loss(model, 2)  # a graph that is never run
+    found = weakref.ref(run._runtime)
+    if closes:
+        run.close()
+    return found
+
+
+def _account() -> dict[str, int]:
+    gc.collect()
+    gc.collect()
+    deadline = time.monotonic() + 2.0
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a lane's thread ends when it hears that its run is gone
+    deleted = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python threads": threading.active_count(),
+        "nameless files": sum("deleted" in target and "memfd" not in target for target in deleted),
+        "shared memory": sum("memfd:shardwise" in target for target in deleted),
+        "mappings": sum("shardwise" in line for line in open("/proc/self/maps")),
+    }
+
+
+def made_and_dropped(times: int, closes: bool, options: dict[str, Any]) -> dict[str, Any]:
+    first = [_once(closes, **options) for _ in range(2)]
+    before, memory = _account(), process_memory().total
+    refs = [_once(closes, **options) for _ in range(times - 2)]
+    after = _account()
+    return {
+        "before": before,
+        "after": after,
+        "alive": sum(ref() is not None for ref in (*first, *refs)),
+        "grown": process_memory().total - memory,
+    }
+
+
+def _check(found: dict[str, Any], times: int) -> None:
+    assert found["alive"] == 0, f"{found['alive']} runs of {times} are still alive"
+    assert all(found["after"][what] <= count for what, count in found["before"].items()), found
+    assert found["grown"] < (4 << 20) + times * (64 << 10), f"{found['grown']} bytes more after {times} runs"
+
+
+@pytest.mark.parametrize("transport", ["auto", "pairwise"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_dropped_runs_leave_nothing(pool: RankPool, stage: int, transport: str) -> None:
+    for found in pool.run(made_and_dropped, 6, False, {"stage": stage, "transport": transport}):
+        _check(found, 6)
+
+
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_dropped_placements_leave_nothing(pool: RankPool, name: str) -> None:
+    for closes in (False, True):
+        for found in pool.run(made_and_dropped, 6, closes, {"stage": 3, **PLACEMENTS[name]}):
+            _check(found, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "pairwise"])
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_fifty_runs_of_every_placement(pool: RankPool, name: str, transport: str) -> None:
+    for closes in (False, True):
+        for found in pool.run(made_and_dropped, 50, closes, {"stage": 3, "transport": transport, **PLACEMENTS[name]}, timeout_s=300):
+            _check(found, 50)
+
+
+def checked_twice() -> tuple[dict[str, int], dict[str, int], int]:
+    run, _, _, _, _ = build("gpt", "adamw", stage=3)
+    run.selfcheck(CASES["gpt"].loss, steps=1)
+    before = _account()
+    alive = len([o for o in gc.get_objects() if isinstance(o, torch.nn.Module)])
+    for _ in range(3):
+        run.selfcheck(CASES["gpt"].loss, steps=1)
+    after = _account()
+    grown = len([o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]) - alive
+    run.close()
+    return before, after, grown
+
+
+def test_selfcheck_leaves_no_models(pool: RankPool) -> None:
+    for before, after, grown in pool.run(checked_twice):
+        assert all(after[what] <= count for what, count in before.items()) and grown == 0
