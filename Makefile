@@ -24,7 +24,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/compare.py
 
 profile: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/profile.py
+	$(BIN)/python benchmarks/step_profile.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from cases import CASES
@@ -233,3 +235,125 @@ def split_owner(stage: int) -> Any:
 def test_a_module_whose_parameters_go_to_different_units(pool: RankPool, stage: int) -> None:
     for report in pool.run(split_owner, stage):
         assert report.is_bitwise, str(report)
+
+
+# -- what libraries do under sharded_init -------------------------------------------------------------------------
+
+
+def _weight_normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def _copied_block() -> nn.Module:
+    block = nn.Linear(4, 4)
+    return nn.Sequential(block, copy.deepcopy(block), copy.deepcopy(block))
+
+
+def _given_data() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.data = torch.full((4, 4), 0.5)
+    nn.utils.vector_to_parameters(torch.arange(20.0) / 7, model[1].parameters())
+    with torch.no_grad():
+        model[0].bias.set_(torch.ones(4))
+    return model
+
+
+BUILDS: dict[str, Any] = {
+    "TransformerEncoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3),
+    "Transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
+    "deepcopy": _copied_block,
+    "weight_norm": _weight_normed,
+    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+    "data and set_": _given_data,
+}
+
+
+def built(name: str) -> bool:
+    torch.manual_seed(0)
+    plain = BUILDS[name]()
+    torch.manual_seed(0)
+    with sw.sharded_init():
+        model = BUILDS[name]()
+    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    state, expected = run.full_state_dict(rank0_only=False), plain.state_dict()
+    run.close()
+    return list(state) == list(expected) and all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDS))
+def test_what_modules_do_while_they_are_built(pool: RankPool, name: str) -> None:
+    assert pool.run(built, name) == [True, True]
+
+
+def test_tying_through_data_is_refused_in_both_worlds() -> None:
+    with pytest.raises(sw.ShardwiseError, match="as one"), sw.sharded_init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight.data = model[0].weight.data
+        model[0].weight.norm()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(sw.errors.ModelError, match="over the same memory"):
+        sw.shard(model, stage=2)
+
+
+def adapted(stage: int) -> dict[str, Any]:
+    """The base is built under sharded_init, adapters are added outside, as everybody does who fine-tunes a model too large."""
+    import peft
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        return _transformers_model("llama")
+
+    def adapt(base: nn.Module) -> Any:
+        torch.manual_seed(4)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    plain = adapt(make())
+    with sw.sharded_init():
+        base = make()
+    base.requires_grad_(False)
+    model = adapt(base)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, plain)]
+    run = sw.shard(model, optimizers[0], stage=stage)
+    tokens = torch.arange(12).view(2, 6) + torch.distributed.get_rank()
+    loss = lambda m, k: m(input_ids=tokens + k, labels=tokens + k).loss  # noqa: E731
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3)
+    run.close()
+    return {"parity": report.is_bitwise, "text": str(report)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_on_a_model_built_under_sharded_init(pool: RankPool, stage: int) -> None:
+    for found in pool.run(adapted, stage):
+        assert found["parity"], found["text"]
+
+
+def pretrained(path: str, dtype: str, offload: str | None) -> dict[str, bool]:
+    import transformers
+
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    with sw.sharded_init(offload=offload):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+    found = {"partitioned": all(isinstance(p, FreedParameter) for p in model.parameters())}
+    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, offload=offload)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        found["logits"] = torch.equal(model(tokens).logits, plain(tokens).logits)
+    state, expected = run.full_state_dict(rank0_only=False), plain.state_dict()
+    found["values"] = list(state) == list(expected) and all(torch.equal(state[key], expected[key]) for key in expected)
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "dtype", "offload"),
+    [("llama", "1GB", "float32", None), ("gpt2", "40KB", "float32", None), ("llama", "20KB", "bfloat16", None), ("gpt2", "1GB", "float32", "disk")],
+)
+def test_from_pretrained(pool: RankPool, tmp_path: Path, kind: str, shards: str, dtype: str, offload: str | None) -> None:
+    torch.manual_seed(0)
+    _transformers_model(kind).to(getattr(torch, dtype)).save_pretrained(tmp_path, max_shard_size=shards)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards != "1GB")
+    for found in pool.run(pretrained, str(tmp_path), dtype, offload):
+        assert all(found.values()), found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -54,6 +55,7 @@ def assemble(
     `admit` sees the Units before anything is changed and raises if they would not fit.
     """
     infos = _check_model(model)
+    _number_constructed(infos)
     check_methods(model, config.methods)
     specs = find_units(model, config.units, config.max_unit_bytes)
     if optimizer is not None:
@@ -122,6 +124,17 @@ def _activate(offload: Offloading, adopted: Adopted | None, unit: Unit) -> None:
         adopted.add(unit)
 
 
+def _number_constructed(infos: Sequence[ParamInfo]) -> None:
+    """Units that were built under sharded_init are exchanged in the order of their names, not of their construction."""
+    by_owner: dict[Construction, dict[Unit, str]] = {}
+    for info in infos:
+        handle = getattr(info.param, "_shardwise", None)
+        if handle is not None:
+            by_owner.setdefault(handle.unit.owner, {}).setdefault(handle.unit, info.name)
+    for owner, units in by_owner.items():
+        owner.number(list(units), list(units.values()))
+
+
 def _constructions(infos: Sequence[ParamInfo]) -> set[Construction]:
     """Who holds parameters that were built under sharded_init."""
     return {info.param._shardwise.unit.owner for info in infos if hasattr(info.param, "_shardwise")}
@@ -150,10 +163,28 @@ def _check_model(model: nn.Module) -> list[ParamInfo]:
             raise ModelError(
                 f"{path!r} is an embedding with sparse=True; its gradients cannot be reduced into flat shards. Use sparse=False."
             )
+    _refuse_overlaps(infos)
     devices = {info.param.device for info in infos}
     if len(devices) > 1:
         raise ModelError(f"parameters are on several devices ({', '.join(map(str, devices))}); move the model to one.")
     return infos
+
+
+def _refuse_overlaps(infos: Sequence[ParamInfo]) -> None:
+    """Two parameters over the same memory would be two after sharding: they must be one parameter with two names."""
+    places = []
+    for info in infos:
+        if not hasattr(info.param, "_shardwise") and info.param.numel():
+            start = info.param.data_ptr()
+            extent = sum((size - 1) * stride for size, stride in zip(info.param.shape, info.param.stride(), strict=True)) + 1
+            places.append((start, start + extent * info.param.element_size(), info.name))
+    places.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(places):
+        if start < end:
+            raise ModelError(
+                f"parameters {name!r} and {other!r} are two Parameters over the same memory (tied through .data). Tie them as one, "
+                "as in `module.weight = other.weight`, before the optimizer is built."
+            )
 
 
 def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:

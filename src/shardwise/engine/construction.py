@@ -33,6 +33,7 @@ from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shel
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
+_ONLY = 0  # the one Unit on a shelf
 
 
 class Construction:
@@ -45,13 +46,14 @@ class Construction:
         self.transport: Transport = make_transport("auto", world, (), _EXCHANGE_BYTES, _TIMEOUT_S)[0]
         self.ledger = Ledger()
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
-        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._waiting: dict[int, weakref.ref[nn.Module]] = {}  # modules with new parameters, in the order in which they got them
+        self._loaded: dict[int, weakref.ref[nn.Module]] = {}  # those of them that were complete before, and are given weights
         self._window = Window(self.gather, self._write_back)
         self._is_open = True
         self._num_units = 0
         self._read: tuple[Unit, torch.Tensor] | None = None
         self._disk = DiskFile(offload.path or tempfile.gettempdir(), checks=offload.checks) if offload.params == "disk" else None
-        self._shelves: dict[int, Shelf] = {}  # by Unit, if shards go to disk
+        self._shelves: weakref.WeakKeyDictionary[Unit, Shelf] = weakref.WeakKeyDictionary()  # if shards go to disk
         self._mover = Mover(world.device, self.ledger)
         self._heap = Heap()
 
@@ -63,20 +65,27 @@ class Construction:
     # -- registration hooks -----------------------------------------------------------------------------------
 
     def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """A parameter was registered: its module waits to be partitioned."""
-        if param is not None:
-            self._waiting.add(module)
+        """A parameter is about to be registered: its module waits to be partitioned."""
+        if param is None:
+            return
+        before = module._parameters.get(name)
+        if before is not None and before.is_meta:  # weights stream into a model that was built without any
+            for other in _alive(self._loaded):
+                if other is not module and not any(p is not None and p.is_meta for p in other._parameters.values()):
+                    self.partition(other)
+            self._loaded[id(module)] = weakref.ref(module)
+        self._waiting[id(module)] = weakref.ref(module)
 
     def on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """A submodule was registered, so it is complete."""
-        if module is not None:
-            for part in module.modules():
-                if part in self._waiting:
-                    self.partition(part)
+        """A submodule is about to be registered, so it is complete."""
+        for part in () if module is None else module.modules():
+            if part._parameters and id(part) not in self._loaded:
+                self.partition(part)
 
     def partition(self, module: nn.Module) -> None:
         """Keep this rank's slice of the parameters a module holds itself."""
-        self._waiting.discard(module)
+        self._waiting.pop(id(module), None)
+        self._loaded.pop(id(module), None)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, param in module._parameters.items():
             if param is None or hasattr(param, "_shardwise") or param.is_meta or not param.is_floating_point():
@@ -108,10 +117,11 @@ class Construction:
             updates_full=False,
         )
         self._num_units += 1
+        self.transport.watch.know(unit.index, unit.name, [name for name, _ in distinct])
         if self._disk is not None:
             unit.shard_is_away = True
-            self._shelves[unit.index] = DiskShelf(
-                self._disk, Kind.PARAM, dtype, {unit.index: layout.shard_numel}, self.ledger, self._mover
+            self._shelves[unit] = DiskShelf(
+                self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover
             )
         unit.allocate(torch.zeros(0 if unit.shard_is_away else layout.shard_numel, dtype=dtype, device=unit.device))
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
@@ -126,12 +136,12 @@ class Construction:
     @contextlib.contextmanager
     def _resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
         """A Unit's shard in memory, wherever it lives."""
-        if unit.index not in self._shelves:
+        shelf = self._shelves.get(unit)
+        if shelf is None:
             yield
             return
         away = unit.shard
-        shelf = self._shelves[unit.index]
-        with shelf.lent(unit.index, keeps_changes=keeps_changes, is_new=is_new) as shard:
+        with shelf.lent(_ONLY, keeps_changes=keeps_changes, is_new=is_new) as shard:
             unit.shard = unit.master = shard
             try:
                 yield
@@ -163,7 +173,7 @@ class Construction:
 
     def finish(self) -> None:
         """Partition what no parent registered (the model itself), and accept no more touches."""
-        for module in list(self._waiting):
+        for module in _alive(self._waiting):
             self.partition(module)
         self._window.close()
         self._is_open = False
@@ -201,8 +211,31 @@ class Construction:
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """Which parameters are trained is decided by `shard`."""
 
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in the full vector of a Unit that is gathered now."""
+        return any(unit.full.data_ptr() <= address < unit.full.data_ptr() + unit.full_bytes for unit in self._window.units)
+
+    def copied(self, handle: Handle) -> nn.Parameter:
+        """A copy of a parameter, partitioned like it."""
+        unit, slot = handle.unit, handle.unit.layout.slots[handle.slot]
+        original = unit.params[handle.slot]
+        values = self.full_values(unit, handle.slot).as_strided(slot.shape, slot.stride)
+        param = original._user_class(values.clone(memory_format=torch.preserve_format), original.requires_grad)  # type: ignore[attr-defined]
+        self._read = None
+        self._make_unit(unit.module, param.dtype, [(slot.name, param)])
+        return param
+
+    def number(self, units: Sequence[Unit], names: Sequence[str]) -> None:
+        """Have Units called by what they are in the finished model: ranks may have partitioned them in another order."""
+        self._window.close()
+        for index, (unit, name) in enumerate(zip(units, names, strict=True)):
+            unit.index = index
+            self.transport.watch.know(index, name.rpartition(".")[0] or name, [name])
+
     def full_values(self, unit: Unit, slot: int) -> torch.Tensor:
         """One parameter's whole value, flat; its Unit's vector is gathered beside the parameters, which stay as they are."""
+        if self._is_open:
+            self._window.close()  # what was touched is written back first
         if self._read is None or self._read[0] is not unit:
             self._read = None  # given up before the next one is taken
             full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.device)
@@ -224,6 +257,11 @@ class Construction:
         """Clearing is harmless; anything else comes too early."""
         if grad is not None:
             raise ShardwiseError(f"setting .grad under sharded_init(): {self.remedy()}")
+
+
+def _alive(modules: dict[int, weakref.ref[nn.Module]]) -> list[nn.Module]:
+    """Those that still exist, in order."""
+    return [module for ref in list(modules.values()) if (module := ref()) is not None]
 
 
 def was_built_on_disk(model: nn.Module) -> bool:

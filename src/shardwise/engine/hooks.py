@@ -135,8 +135,26 @@ def check_methods(model: nn.Module, paths: Sequence[str]) -> None:
             raise ConfigError(f"methods: {path!r} is a {type(method).__name__}, not a method.")
 
 
+_UNCOMPILED = ("comm", "engine", "observe", "optim", "partition", "schedule", "ticket", "tiers")
+
+
+@functools.cache
+def _hide_from_compiler() -> None:
+    """Have torch.compile run this library's own code as it is: what hooks do (gather, free) is not part of any graph.
+
+    Not at import, because it imports the compiler, which takes a moment; an optimizer's first step would import it too.
+    """
+    from torch._dynamo import trace_rules
+
+    for room in _UNCOMPILED:
+        trace_rules.add(f"shardwise.{room}")
+    for hook in (_Enter, _EnterModel, _Leave, _LeaveLookup, _CastInputs):
+        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
+
+
 def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str]) -> None:
     """Register every hook; called once, after the Units have adopted the parameters."""
+    _hide_from_compiler()
     entries = _entries(model, units)
     for module, its_entries in entries.items():
         enter = _EnterModel(runtime, its_entries) if module is model else _Enter(runtime, its_entries)

@@ -493,6 +493,9 @@ class Runtime:
         if self._in_backward or self._frames or self.outside.is_loading:
             self.start_afresh()
         self.settle()
+        for unit in self.units:
+            unit.unpin()
+            self.free(unit)
         self.absorb_writes()
         self.offload.settle()
         self._fence()  # a slower rank may still be gathering the shards that change now
@@ -533,7 +536,7 @@ class Runtime:
         """Shards are new: round masters into them, and refresh parameters that stay whole."""
         self.events.emit("update", since=self._update_began)
         for unit in self.units:
-            unit.is_pinned = False
+            unit.unpin()  # again: a closure may have run a backward
             self.free(unit)
         self.num_steps += 1
         self.transport.watch.step = self.num_steps
@@ -626,6 +629,14 @@ class Runtime:
                 self._unfrozen[unit.index] = unit
             else:
                 self._activate(unit)
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in a full vector."""
+        return self.saved.unit_at(address) is not None
+
+    def copied(self, handle: Handle) -> nn.Parameter:
+        """A sharded model's parameters are copied whole, inside `run.gathered`."""
+        raise LifecycleError("a copy of a sharded parameter was asked for: a broken invariant.")
 
     def _activate(self, unit: Unit) -> None:
         if self.activate is not None and not unit.is_trainable:

@@ -68,6 +68,12 @@ class Owner(Protocol):
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """The user has frozen or unfrozen a parameter."""
 
+    def copied(self, handle: Handle) -> nn.Parameter:
+        """A copy of a freed parameter, partitioned too, if `allows_optimizer`."""
+
+    def owns(self, address: int) -> bool:
+        """Whether an address lies in the gathered parameters of any of its Units."""
+
 
 class Handle:
     """The one attribute a managed parameter carries: its Unit and its place there.
@@ -257,6 +263,7 @@ _REFUSED = {
     "_typed_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
     "__dlpack__": "Memory can be handed out only while the parameter is gathered: do it inside `with run.gathered(module):`.",
     "set_": "Give it values with copy_(), or set_() it inside `with run.gathered(module):`.",
+    "tying through .data": "Tie parameters as one, as in `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
     "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
 }
 """What cannot be done to a freed parameter, and what to do instead."""
@@ -364,6 +371,10 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
         if value is self:
             return
         unit, slot = self._shardwise.unit, self._shardwise.slot
+        if isinstance(value, _Freed) and value._shardwise.slot == slot and value._shardwise.unit is unit:
+            return  # its own view
+        if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
+            raise refusal(self, "tying through .data")
         if not isinstance(value, torch.Tensor) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise refusal(self, "setting .data")
         with torch.no_grad():
@@ -374,6 +385,18 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
         """Freeze or unfreeze: a flag needs no values."""
         with torch._C.DisableTorchFunctionSubclass():
             return super().requires_grad_(requires_grad)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Before `shard` a copy is partitioned too; inside a pass it is an ordinary parameter; outside it is refused."""
+        if id(self) not in memo:
+            unit = self._shardwise.unit
+            if unit.owner.allows_optimizer:
+                memo[id(self)] = unit.owner.copied(self._shardwise)
+            elif unit.owner.touch([unit]):
+                return ShardedParameter.__deepcopy__(self, memo)
+            else:
+                raise refusal(self, "deepcopy")
+        return memo[id(self)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         unit = self._shardwise.unit

@@ -285,6 +285,11 @@ class Unit:
                 f"{list(data.shape)}, dtype {data.dtype} on {data.device} (model.to(), .half(), or an assignment to .data); it has "
                 f"shape {list(view.shape)}, dtype {view.dtype} on {view.device}. Convert the model before sw.shard()."
             )
+        if self.owner.owns(data.data_ptr()):
+            raise ModelError(
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was tied to another one through .data. Tie them as "
+                "one Parameter, as in `module.weight = other.weight`, before sw.shard()."
+            )
         alias = self._aliases[index]() if index in self._aliases else None
         if alias is not None and alias.data_ptr() == address:
             raise ModelError(
@@ -330,8 +335,15 @@ class Unit:
                 torch.autograd.graph.increment_version(touched)
         self.note_versions()
 
+    def unpin(self) -> None:
+        """No longer keep the Unit gathered for a graph that saved its values: autograd would notice if that were run now."""
+        if self.is_pinned:
+            self.is_pinned = False
+            torch.autograd.graph.increment_version(self.full)
+
     def note_versions(self) -> None:
         """Shards hold what the parameters show now."""
+        self._aliases = {slot: alias for slot, alias in self._aliases.items() if alias() is not None}
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self.params]
 
@@ -376,7 +388,7 @@ class Unit:
             for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
                 param.__class__ = gathered
                 point_at(param, view)
-            self._versions = [param._version for param in self.params]
+        self.note_versions()
         self.state = UnitState.GATHERED
 
     def uncover(self) -> None:

@@ -1,6 +1,6 @@
 """Where a step's time goes, from the library's own named events.
 
-    python benchmarks/profile.py [--stage 3] [--shape gpt2-124m] [--steps 3] [--rounds 2] [--out profile]
+    python benchmarks/step_profile.py [--stage 3] [--shape gpt2-124m] [--steps 3] [--rounds 2] [--out profile]
 
 Runs the same model over shared memory and over pairwise messages with and without prefetch, interleaved, and prints for
 each how the training thread spent its step: computing, in gathers, waiting for reductions, at fences and agreements, in the
