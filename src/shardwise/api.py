@@ -435,6 +435,12 @@ class Run:
         """A copied model has no run."""
         return None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            "pickling a run, or a sharded model (torch.save(model)): it is bound to this rank. Save run.full_state_dict() instead, "
+            "and load it into a model built anew."
+        )
+
 
 def _plan(
     config: ShardConfig,

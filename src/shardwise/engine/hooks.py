@@ -30,6 +30,12 @@ class _Hook:
     def __deepcopy__(self, memo: Any) -> _Hook:
         return type(self)(None)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            "pickling a sharded model (torch.save(model)): it is bound to this rank's run. Save run.full_state_dict() instead, and "
+            "load it into a model built anew."
+        )
+
 
 class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -124,8 +124,11 @@ class Outside:
         was_open = [unit for unit in units if unit.is_gathered]
         with self.opened(units):
             before = [unit.full._version for unit in units]
-            with runtime.saved.keeping():
+            with runtime.saved.keeping() as keeps_places:
                 result = function()
+            if not keeps_places:  # inside a torch.func transform: values, not places, are in the graph
+                for unit in units:
+                    unit.is_pinned = True
             result = without_views(result, touched, name)
             written = [
                 unit
@@ -250,7 +253,10 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
     def checked(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, ShardedParameter) or not tensor.numel():
             return tensor
-        address = tensor.data_ptr()
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # the wrapper of a torch.func transform
+            return tensor
         unit, start = next(((unit, start) for start, end, unit in places if start <= address < end), (None, 0))
         if unit is None:
             return tensor

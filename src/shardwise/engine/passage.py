@@ -1,11 +1,10 @@
 """One forward call, and how autograd says when its backward begins and ends.
 
 Autograd runs ready nodes in reverse order of creation. A hook on a call's outputs therefore runs before anything the call
-computed. For the end, every input that needs a gradient is passed on as a view: the view's node is older than everything the call
-computes and younger than everything upstream, and it is this call's own even if the input is a leaf or shared with other calls.
+computed, and a hook on the youngest of its inputs after everything that it computed.
 
 Both are hints: they gather a Unit before its first use in backward and free it after the last. What is missed is gathered when
-autograd asks for it (`saved.py`) and freed at the end of the backward.
+autograd asks for it (`saved.py`) and freed at the end of the backward. The graph itself stays as plain torch would make it.
 """
 
 from __future__ import annotations
@@ -36,45 +35,37 @@ class Passage:
     def __init__(self, listener: BackwardListener) -> None:
         self._listener = listener
         self._units: tuple[Unit, ...] = ()
-        self._watched: list[torch.Tensor] = []
-        self._num_inputs = 0
-        self._num_missing = 0
+        self._inputs: set[int] = set()
 
     def watch(self, inputs: Any) -> Any:
-        """End when all inputs that need a gradient have theirs (or, without any, with the whole backward).
+        """End when the first of the inputs has its whole gradient (or, if none needs one, with the whole backward).
 
-        Returns the inputs to use instead.
+        Returns the inputs to use instead: a leaf outlives the call, and hooks would pile up on it, so it is passed on as a view.
         """
 
-        def own_view(tensor: torch.Tensor) -> torch.Tensor:
+        def watched(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, ShardedParameter) or not tensor.requires_grad:
                 return tensor
-            view = tensor.view_as(tensor)
-            view.register_hook(self._end)
-            self._watched.append(view)
-            return view
+            if tensor.is_leaf:
+                tensor = tensor.view_as(tensor)
+            self._inputs.add(id(tensor))
+            tensor.register_hook(self._end)
+            return tensor
 
-        inputs = map_tensors(own_view, inputs)
-        self._num_inputs = self._num_missing = len(self._watched)
-        return inputs
+        return map_tensors(watched, inputs)
 
     def guard(self, output: Any, units: Sequence[Unit]) -> None:
         """Have autograd call before it runs the backward of anything this call computed."""
         self._units = tuple(units)
-        handed_through = {id(tensor) for tensor in self._watched}
-        self._watched = []
         for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in handed_through:
+            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in self._inputs:  # not handed through
                 tensor.register_hook(self._begin)
 
     def _begin(self, _: torch.Tensor) -> None:
-        if not any(self in unit.passages for unit in self._units):
-            self._num_missing = self._num_inputs  # a retained graph may be run again
         self._listener.before_backward(self._units, self)
 
     def _end(self, _: torch.Tensor) -> None:
-        self._num_missing -= 1
-        if self._num_missing == 0:
+        if self._units:
             self._listener.release(self._units, self)
 
 

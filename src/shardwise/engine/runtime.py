@@ -29,6 +29,7 @@ from shardwise.engine.outside import Outside
 from shardwise.engine.passage import Frame, Passage
 from shardwise.engine.saved import Place, SavedPlaces
 from shardwise.engine.stages import Held, Stage
+from shardwise.engine.transforms import outside_transforms
 from shardwise.errors import (
     FreedParameterError,
     LifecycleError,
@@ -186,6 +187,7 @@ class Runtime:
         if not self._frames and not self._in_backward and not _is_inside_autograd():
             if is_root:
                 self.buffers.before_forward(self.transport)
+                self._absorb_whole(only_narrow=True)  # the model computes with what is stored
             if self.runner is not None:
                 self.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
         frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
@@ -250,6 +252,10 @@ class Runtime:
 
     def gather(self, unit: Unit) -> None:
         """Shards to full, and the parameters become usable; often the gather was started early."""
+        with outside_transforms():
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
         begin = time.perf_counter()
         if self.runner is not None:
             self.runner.use(unit.index)
@@ -321,7 +327,8 @@ class Runtime:
                 unit.is_written = True  # kept until all ranks are at a point where it can be written back
                 return
             self.events.emit("free", unit.name)
-            unit.free()
+            with outside_transforms():
+                unit.free()
             if self.runner is not None and not self.transport.watch.has_failed:
                 self.runner.pump()
             if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
@@ -391,6 +398,7 @@ class Runtime:
         begin = time.perf_counter()
         if self.runner is not None:
             self.runner.end_backward()
+        self._take_strays()
         written = [unit.is_written for unit in self.units]
         changed = self.buffers.changed()
         is_scaled = self.needs_scaling and self._is_scaled
@@ -409,6 +417,18 @@ class Runtime:
             self._activate(unit)
         self._unfrozen.clear()
         self.events.emit("backward end", since=begin)
+
+    def _take_strays(self) -> None:
+        """Gradients that autograd accumulated itself: some changes of a parameter's memory (`p.set_()`) give it a new node."""
+        native: Any = torch.Tensor.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                for slot, param in enumerate(unit.params):
+                    grad = native.__get__(param)
+                    if grad is not None:
+                        native.__set__(param, None)
+                        self._listen(unit, slot, param)
+                        self.arrive(unit.index, slot, grad)
 
     def store_written(self, units: Sequence[Unit] | None = None) -> None:
         """Write what user code changed in gathered parameters back to the shards. All ranks must have made the same change."""
@@ -506,17 +526,22 @@ class Runtime:
 
         `asks_others`: also what other ranks have written counts; in a step they have said so when backward ended.
         """
-        for unit in self.units:
-            if unit.is_always_full and unit.may_be_written():
-                unit.absorb()
-                with self.offload.resident(unit, keeps_changes=True):
-                    unit.store_from_full()
-                unit.note_versions()
+        self._absorb_whole()
         if not asks_others or not self._keeps_places:
             self.store_written()
             return
         found = self.agree_on([int(unit.is_written) for unit in self.units])
         self.store_written([unit for unit, (_, is_written) in zip(self.units, found, strict=True) if is_written])
+
+    def _absorb_whole(self, *, only_narrow: bool = False) -> None:
+        """The same for parameters that are always whole; `only_narrow`: only where they are stored in fewer bits."""
+        for unit in self.units:
+            is_narrow = unit.dtypes.stored != unit.dtypes.compute
+            if unit.is_always_full and (is_narrow or not only_narrow) and unit.may_be_written():
+                unit.absorb()
+                with self.offload.resident(unit, keeps_changes=True):
+                    unit.store_from_full()
+                unit.note_versions()
 
     def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called, by which this rank's pieces have lost their gradients."""

@@ -23,11 +23,12 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Place(NamedTuple):
-    """A view of a Unit's full vector, and the version its parameter had."""
+    """A view of a Unit's full vector, the version its parameter had, and how often that had been given other memory."""
 
     unit: Unit
     slot: int
     version: int
+    epoch: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -36,7 +37,7 @@ class Place(NamedTuple):
     @property
     def is_current(self) -> bool:
         """Whether the parameter still has the values that were saved."""
-        return self.version == _version_of(self.unit, self.slot)
+        return self.version == _version_of(self.unit, self.slot) and self.epoch == self.unit.epochs[self.slot]
 
     def view(self) -> torch.Tensor:
         """The values, while the Unit is gathered."""
@@ -91,11 +92,15 @@ class SavedPlaces:
         return context
 
     @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """The hooks, for one operation or one context."""
-        context = self.begin() if torch.is_grad_enabled() else None
+    def keeping(self) -> Iterator[bool]:
+        """The hooks, for one operation or one context; False if they are not allowed here."""
+        is_allowed, context = True, None
         try:
-            yield
+            context = self.begin() if torch.is_grad_enabled() else None
+        except LookupError:
+            is_allowed = False
+        try:
+            yield is_allowed
         finally:
             if context is not None:
                 context.__exit__(None, None, None)
@@ -105,7 +110,8 @@ class SavedPlaces:
         itemsize = tensor.element_size()
         start = address - unit.full.data_ptr()
         slot = unit.layout.slot_at(start // unit.dtypes.compute.itemsize)
-        return Place(unit, slot, _version_of(unit, slot), tensor.shape, tensor.stride(), start // itemsize, tensor.dtype)
+        version, epoch = _version_of(unit, slot), unit.epochs[slot]
+        return Place(unit, slot, version, epoch, tensor.shape, tensor.stride(), start // itemsize, tensor.dtype)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Autograd asks for what was saved."""

@@ -362,6 +362,10 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
     @property
     def data(self) -> torch.Tensor:
         """A view of the whole parameter that autograd does not see; inside a pass a real one."""
+        unit = self._shardwise.unit
+        if unit.owner.touch([unit]):
+            alias: torch.Tensor = ShardedParameter.data.fget(self)  # type: ignore[attr-defined]
+            return alias
         with torch.no_grad():
             view: torch.Tensor = torch.Tensor.detach(self)
         return view
@@ -371,7 +375,12 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
         if value is self:
             return
         unit, slot = self._shardwise.unit, self._shardwise.slot
+        if unit.owner.touch([unit]):
+            ShardedParameter.data.fset(self, value)  # type: ignore[attr-defined]
+            return
         if isinstance(value, _Freed) and value._shardwise.slot == slot and value._shardwise.unit is unit:
+            if isinstance(value, FreedView):
+                value.check()
             return  # its own view
         if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
             raise refusal(self, "tying through .data")
@@ -380,6 +389,12 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
         with torch.no_grad():
             torch.Tensor.copy_(self, value)
         unit.rebind(slot)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not offer this one to __torch_function__
+        """Refused: there is no storage to set; inside a pass it is the gathered parameter's."""
+        if not self._shardwise.unit.owner.touch([self._shardwise.unit]):
+            raise refusal(self, "set_")
+        return torch.Tensor.set_(self, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         """Freeze or unfreeze: a flag needs no values."""
@@ -428,14 +443,19 @@ class FreedView(_Freed):
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._geometry[:2]
 
-    def _real(self) -> torch.Tensor:
-        shape, stride, place, dtype = self._geometry
+    def check(self) -> None:
+        """Refuse a view whose values are gone."""
         unit, slot = self._shardwise.unit, self._shardwise.slot
         if unit.epochs[slot] != self._epoch:
             raise FreedParameterError(
                 f"a view of parameter {unit.layout.slots[slot].name!r} was taken before `.data` was assigned, and its old values "
                 "are not kept. Take a copy first: `.data.clone()`."
             )
+
+    def _real(self) -> torch.Tensor:
+        self.check()
+        shape, stride, place, dtype = self._geometry
+        unit = self._shardwise.unit
         full = unit.full if unit.full.dtype == dtype else unit.full.view(dtype)
         return full.as_strided(shape, stride, full.storage_offset() + place)
 

@@ -246,7 +246,7 @@ class Unit:
         self._aliases[slot] = weakref.ref(alias)
 
     def rebind(self, slot: int) -> None:
-        """A parameter was given other memory by `p.data = ...`: views taken before would show its values from then."""
+        """A parameter was given other memory by `p.data = ...`: views and graphs that mean the old values have lost them."""
         self.epochs[slot] += 1
 
     def may_be_written(self) -> bool:
