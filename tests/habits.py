@@ -195,7 +195,7 @@ def _each(function: Callable[[Any], Any], *, only: str = "") -> Callable[[Side],
 
 
 def _set_data(p: Any) -> None:
-    p.data = torch.full(p.shape, 0.5)
+    p.data = torch.full(p.shape, 0.015625)
 
 
 def _ema(s: Side) -> None:
@@ -571,7 +571,19 @@ def _apply(s: Side) -> None:
 
 def _metadata(s: Side) -> None:
     for name, p in s.model.named_parameters():
-        s.see((name, tuple(p.shape), p.dtype, str(p.device), p.requires_grad, p.is_leaf, p.numel(), p.stride(), isinstance(p, nn.Parameter)))
+        s.see(
+            (
+                name,
+                tuple(p.shape),
+                p.dtype,
+                str(p.device),
+                p.requires_grad,
+                p.is_leaf,
+                p.numel(),
+                p.stride(),
+                isinstance(p, nn.Parameter),
+            )
+        )
     s.see(len(list(s.model.modules())))
 
 
@@ -604,16 +616,17 @@ class Habit:
 
 
 _VIEWS = "a copy, a pickle or an address of the whole parameter needs it in memory when no pass holds it there"
+_NO_STORAGE = "a freed parameter has no storage to set"
 _SHARDS = "a rank has only its shard of the gradient"
 HABITS: dict[str, Habit] = {
     "`p.mul_(...)` on all parameters": Habit(_each(lambda p: p.mul_(0.5))),
     "`p.data.mul_(...)`": Habit(_each(lambda p: p.data.mul_(0.5))),
     "`p.data.clamp_(...)`": Habit(_each(lambda p: p.data.clamp_(-0.125, 0.125)), every=True),
     "weight clipping of some layers": Habit(_each(lambda p: p.clamp_(-0.125, 0.125), only="lin.weight"), every=True),
-    "`p.copy_(tensor)`": Habit(_each(lambda p: p.copy_(torch.full(p.shape, 0.5)))),
-    "`p.data.copy_(tensor)`": Habit(_each(lambda p: p.data.copy_(torch.full(p.shape, 0.5)))),
+    "`p.copy_(tensor)`": Habit(_each(lambda p: p.copy_(torch.full(p.shape, 0.015625)))),
+    "`p.data.copy_(tensor)`": Habit(_each(lambda p: p.data.copy_(torch.full(p.shape, 0.015625)))),
     "`p.data = tensor`": Habit(_each(_set_data)),
-    "`p.set_(tensor)`": Habit(_each(lambda p: p.set_(torch.full(p.shape, 0.5))), why="a freed parameter has no storage to set"),
+    "`p.set_(tensor)`": Habit(_each(lambda p: p.set_(torch.full(p.shape, 0.015625))), why=_NO_STORAGE),
     "`p[0] = value`": Habit(_each(lambda p: p.__setitem__(0, 0.5))),
     "`p.data[0] = value`": Habit(_each(lambda p: p.data.__setitem__(0, 0.5))),
     "`p.fill_(value)` of frozen parameters": Habit(_each(lambda p: p.fill_(0.5), only="frozen")),
@@ -638,17 +651,25 @@ HABITS: dict[str, Habit] = {
     "tying after sharding: `a.weight = b.weight`": Habit(_tie, OUTSIDE),
     "a module replaced": Habit(_new_module, OUTSIDE),
     "a module deleted": Habit(_delete, OUTSIDE),
-    "a module added with `add_param_group`": Habit(_new_group, OUTSIDE, why="it would be neither averaged nor saved, as under DDP"),
+    "a module added with `add_param_group`": Habit(
+        _new_group, OUTSIDE, why="it would be neither averaged nor saved, as under DDP"
+    ),
     "a frozen parameter unfrozen and given to `add_param_group`": Habit(_late_group, OUTSIDE),
     "freezing a layer": Habit(lambda s: s.model.blocks[1].requires_grad_(False), (BEFORE, BETWEEN, BACKWARD, AFTER)),
     "freezing by `p.requires_grad = False`": Habit(_flags_setter, (BEFORE, BETWEEN, BACKWARD, AFTER)),
-    "unfreezing what was frozen when it was sharded": Habit(lambda s: s.model.frozen.requires_grad_(True), (BEFORE, BACKWARD, AFTER)),
+    "unfreezing what was frozen when it was sharded": Habit(
+        lambda s: s.model.frozen.requires_grad_(True), (BEFORE, BACKWARD, AFTER)
+    ),
     "freezing and unfreezing in turn": Habit(_toggle, OUTSIDE, every=True),
     "`model.to()` of the same device and dtype": Habit(lambda s: s.model.to("cpu", torch.float32), OUTSIDE),
-    "`model.to(float64)`": Habit(lambda s: s.model.to(torch.float64), OUTSIDE, why="stored, computing and master dtypes are set when sharding"),
+    "`model.to(float64)`": Habit(
+        lambda s: s.model.to(torch.float64), OUTSIDE, why="stored, computing and master dtypes are set when sharding"
+    ),
     "`model.half()`": Habit(lambda s: s.model.half(), OUTSIDE, why="stored, computing and master dtypes are set when sharding"),
     "`model.cpu()`, `model.float()`": Habit(lambda s: s.model.cpu().float(), OUTSIDE),
-    "`model.share_memory()`": Habit(lambda s: s.model.share_memory(), OUTSIDE, why="parameters would move away from their shards"),
+    "`model.share_memory()`": Habit(
+        lambda s: s.model.share_memory(), OUTSIDE, why="parameters would move away from their shards"
+    ),
     "`copy.deepcopy(model)`": Habit(_deepcopy, OUTSIDE, why=_VIEWS),
     "`swa_utils.AveragedModel(model)`": Habit(_averaged, OUTSIDE, why=_VIEWS),
     "`torch.save(model)`": Habit(_save_model, OUTSIDE, why="a file would hold this rank's run; save run.full_state_dict()"),
@@ -661,7 +682,9 @@ HABITS: dict[str, Habit] = {
     "`model.zero_grad()`": Habit(lambda s: s.model.zero_grad(), (BEFORE, BACKWARD, AFTER)),
     "`model.zero_grad(set_to_none=False)`": Habit(lambda s: s.model.zero_grad(set_to_none=False), (BEFORE, BACKWARD, AFTER)),
     "`optimizer.zero_grad()`": Habit(lambda s: s.optimizer.zero_grad(), (BEFORE, BACKWARD, AFTER)),
-    "`optimizer.zero_grad(set_to_none=False)`": Habit(lambda s: s.optimizer.zero_grad(set_to_none=False), (BEFORE, BACKWARD, AFTER)),
+    "`optimizer.zero_grad(set_to_none=False)`": Habit(
+        lambda s: s.optimizer.zero_grad(set_to_none=False), (BEFORE, BACKWARD, AFTER)
+    ),
     "`p.grad = None`": Habit(_grads_none, (BEFORE, BACKWARD, AFTER)),
     "`p.grad` read": Habit(_read_grads, (BEFORE, BACKWARD, AFTER), why=_SHARDS),
     "`p.grad.mul_(...)`": Habit(_scale_grads, (BACKWARD,), why=_SHARDS),
@@ -796,15 +819,15 @@ def outcome(cell: Cell) -> str:
                 return "equal"  # plain torch raises too
             return f"{'refused' if is_stale else 'other'}: {answers[0]!r} against {answers[1]!r}"
         for number, (one, other) in enumerate(zip(*answers, strict=True)):
-            if not torch.equal(one, other):
+            if not _same(one, other):
                 return f"other: loss {number} is {float(one)} against {float(other)}"
         if len(ours.seen) != len(theirs.seen) or not all(map(_same, ours.seen, theirs.seen)):
             return "other: what was read differs"
         for name, (_, master) in zip(names, masters, strict=True):
-            if not torch.equal(values[name], master.detach()):
+            if not _same(values[name], master.detach()):
                 return f"other: parameter {name} differs by {float((values[name] - master.detach()).abs().max())}"
         for name, buffer in plain.named_buffers():
-            if not torch.equal(buffers[name], buffer):
+            if not _same(buffers[name], buffer):
                 return f"other: buffer {name} differs"
         return "equal"
     finally:
@@ -812,7 +835,10 @@ def outcome(cell: Cell) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    """To the last bit; a training that overflows may do so on both sides."""
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(torch.nan_to_num(one, nan=1e30), torch.nan_to_num(other, nan=1e30))
+    return bool(one == other)
 
 
 def outcomes(chosen: list[Cell]) -> list[str]:

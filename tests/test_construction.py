@@ -349,7 +349,12 @@ def pretrained(path: str, dtype: str, offload: str | None) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("kind", "shards", "dtype", "offload"),
-    [("llama", "1GB", "float32", None), ("gpt2", "40KB", "float32", None), ("llama", "20KB", "bfloat16", None), ("gpt2", "1GB", "float32", "disk")],
+    [
+        ("llama", "1GB", "float32", None),
+        ("gpt2", "40KB", "float32", None),
+        ("llama", "20KB", "bfloat16", None),
+        ("gpt2", "1GB", "float32", "disk"),
+    ],
 )
 def test_from_pretrained(pool: RankPool, tmp_path: Path, kind: str, shards: str, dtype: str, offload: str | None) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,6 @@ from shardwise.errors import (
     NonFiniteGradientError,
     OptimizerError,
     RanksDifferError,
-    StaleGraphError,
 )
 from shardwise.testing import RankPool
 

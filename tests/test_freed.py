@@ -1,4 +1,5 @@
-"""Touching a freed parameter outside a pass gives what it would give in plain training, or an error that names it and the remedy."""
+"""Touching a freed parameter outside a pass gives what it would give in plain training, or an error that names it and the
+remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ TOUCHES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "slice written": lambda m, p: _no_grad(lambda: p.__setitem__((0, slice(1, 4)), 7.0)),
     "out": lambda m, p: torch.add(p.data, 1.0, out=p.data),
     "to vector": lambda m, p: _no_grad(lambda: nn.utils.parameters_to_vector(m.parameters())),
-    "from vector": lambda m, p: nn.utils.vector_to_parameters(torch.linspace(0, 1, sum(q.numel() for q in m.parameters())), m.parameters()),
+    "from vector": lambda m, p: nn.utils.vector_to_parameters(
+        torch.linspace(0, 1, sum(q.numel() for q in m.parameters())), m.parameters()
+    ),
     "setting data": lambda m, p: setattr(p, "data", torch.zeros(p.shape)),
     "item": lambda m, p: p.item(),
     "tolist": lambda m, p: p.tolist(),

@@ -78,7 +78,8 @@ def test_public_surface() -> None:
     public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
     assert public == [
         "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
-        "iter_masters", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement", "predicted_memory",
+        "iter_masters", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement",
+        "predicted_memory",
         "report", "selfcheck", "transport", "units",
     ]  # fmt: skip
 

@@ -93,7 +93,9 @@ def test_dropped_placements_leave_nothing(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))
 def test_fifty_runs_of_every_placement(pool: RankPool, name: str, transport: str) -> None:
     for closes in (False, True):
-        for found in pool.run(made_and_dropped, 50, closes, {"stage": 3, "transport": transport, **PLACEMENTS[name]}, timeout_s=300):
+        for found in pool.run(
+            made_and_dropped, 50, closes, {"stage": 3, "transport": transport, **PLACEMENTS[name]}, timeout_s=300
+        ):
             _check(found, 50)
 
 

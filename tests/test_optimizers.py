@@ -64,7 +64,9 @@ def _normed() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: GlobalNormSGD(_params(), lr=0.1), _normed, lambda: Adaptive(_params(), lr=0.1)], ids=["global", "group", "adaptive"]
+    "make",
+    [lambda: GlobalNormSGD(_params(), lr=0.1), _normed, lambda: Adaptive(_params(), lr=0.1)],
+    ids=["global", "group", "adaptive"],
 )
 def test_statistics_over_more_than_one_element_are_refused(make: Callable[[], torch.optim.Optimizer]) -> None:
     with pytest.raises(OptimizerError, match="differed from one that updates all"):

@@ -126,7 +126,8 @@ class Run:
         }
         self._specs = specs
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
-        """A `torch.amp.GradScaler` for this model; it passes everything through unless `Precision(loss_scale=...)` asks for it."""
+        """A `torch.amp.GradScaler` for this model; it passes everything through unless `Precision(loss_scale=...)` asks for
+        it."""
         self.config = config
         """What was asked for, frozen."""
         self.ledger = runtime.ledger
@@ -161,7 +162,8 @@ class Run:
     # -- reading ----------------------------------------------------------------------------------------------
 
     def iter_full_state(self) -> Iterator[tuple[str, Any]]:
-        """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must iterate.
+        """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must
+        iterate.
 
         Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
         next one is asked for.
@@ -193,7 +195,8 @@ class Run:
         for name, (low, high) in zip(names, found, strict=False):
             if low != high:
                 raise RanksDifferError(
-                    f"parameter {name!r}, or one gathered with it, has different values on different ranks: it was changed by hand "
+                    f"parameter {name!r}, or one gathered with it, has different values on different ranks: it was changed by "
+                    "hand "
                     "on some of them, or never averaged. Make the same change on every rank before saving."
                 )
 
@@ -238,7 +241,9 @@ class Run:
                 yield name, _param_view(unit, slot, full) if full is not None and slot in held else None
 
     def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must iterate."""
+        """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must
+        iterate.
+        """
         self._runtime.absorb_writes(asks_others=True)
         for unit, names in self._by_unit():
             full = self._runtime.outside.full_master(unit)
@@ -437,7 +442,8 @@ class Run:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
-            "pickling a run, or a sharded model (torch.save(model)): it is bound to this rank. Save run.full_state_dict() instead, "
+            "pickling a run, or a sharded model (torch.save(model)): it is bound to this rank. Save run.full_state_dict() "
+            "instead, "
             "and load it into a model built anew."
         )
 

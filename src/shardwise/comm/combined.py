@@ -156,8 +156,7 @@ class CombinedTransport(Transport):
     ) -> None:
         pause("reduce.post")
         sums.works = [
-            (self._reduce_messages.receive(sums.theirs[host, :numel], mate, operation.tag), mate)
-            for host, mate in self._mates()
+            (self._reduce_messages.receive(sums.theirs[host, :numel], mate, operation.tag), mate) for host, mate in self._mates()
         ]
         for host, ranks in enumerate(self._hosts):
             for peer in self._host.peers():

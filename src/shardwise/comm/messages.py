@@ -1,6 +1,7 @@
 """Point-to-point messages between CPU ranks, over a gloo group of one's own.
 
-torch.distributed keeps every group it makes, with its sockets and threads, until all ranks destroy it in the same order. Transports
+torch.distributed keeps every group it makes, with its sockets and threads, until all ranks destroy it in the same order.
+Transports
 come and go with their runs, at times that differ between ranks, so theirs are not registered there: they end with their last
 reference.
 """
@@ -8,6 +9,7 @@ reference.
 from __future__ import annotations
 
 import collections
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class Messages:
         prefix = f"shardwise-messages-{'-'.join(map(str, ranks))}-{_made[ranks]}"
         _made[ranks] += 1
         store = c10d.PrefixStore(prefix, c10d._get_default_store())
-        self._group = dist.ProcessGroupGloo(store, world.rank, world.world_size)  # type: ignore[attr-defined]
+        self._group: Any = dist.ProcessGroupGloo(store, world.rank, world.world_size, timedelta(minutes=30))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> Any:
         """Start sending; `values` must not change before the returned work has ended."""

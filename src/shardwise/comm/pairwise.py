@@ -120,8 +120,7 @@ class PairwiseTransport(Transport):
     def _post(self, buffers: _ExchangeSet, tag: int, shard_numel: int, start: int, numel: int, source: Source) -> None:
         pause("reduce.post")
         buffers.works = [
-            (self._reduce_messages.receive(buffers.receive[peer][:numel], peer, tag), peer)
-            for peer in self.world.peers()
+            (self._reduce_messages.receive(buffers.receive[peer][:numel], peer, tag), peer) for peer in self.world.peers()
         ]
         for peer in self.world.peers():
             out = buffers.send[peer][:numel]

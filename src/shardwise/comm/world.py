@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError
 
-
 _parts: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}  # by global ranks, of one launch
 
 

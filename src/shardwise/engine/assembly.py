@@ -182,7 +182,8 @@ def _refuse_overlaps(infos: Sequence[ParamInfo]) -> None:
     for (_, end, name), (start, _, other) in itertools.pairwise(places):
         if start < end:
             raise ModelError(
-                f"parameters {name!r} and {other!r} are two Parameters over the same memory (tied through .data). Tie them as one, "
+                f"parameters {name!r} and {other!r} are two Parameters over the same memory (tied through .data). Tie them as "
+                "one, "
                 "as in `module.weight = other.weight`, before the optimizer is built."
             )
 

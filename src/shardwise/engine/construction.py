@@ -120,9 +120,7 @@ class Construction:
         self.transport.watch.know(unit.index, unit.name, [name for name, _ in distinct])
         if self._disk is not None:
             unit.shard_is_away = True
-            self._shelves[unit] = DiskShelf(
-                self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover
-            )
+            self._shelves[unit] = DiskShelf(self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover)
         unit.allocate(torch.zeros(0 if unit.shard_is_away else layout.shard_numel, dtype=dtype, device=unit.device))
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
         with self._resident(unit, keeps_changes=True, is_new=True):
@@ -203,7 +201,8 @@ class Construction:
         if any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors_in(result)):
             first = touched[0].unit
             raise FreedParameterError(
-                f"{name} on parameter {first.layout.slots[touched[0].slot].name!r} of {first.name}: autograd would record it, but "
+                f"{name} on parameter {first.layout.slots[touched[0].slot].name!r} of {first.name}: autograd would record it, "
+                "but "
                 f"its values are not kept. {self.remedy()}"
             )
         return result
@@ -220,7 +219,7 @@ class Construction:
         unit, slot = handle.unit, handle.unit.layout.slots[handle.slot]
         original = unit.params[handle.slot]
         values = self.full_values(unit, handle.slot).as_strided(slot.shape, slot.stride)
-        param = original._user_class(values.clone(memory_format=torch.preserve_format), original.requires_grad)  # type: ignore[attr-defined]
+        param: nn.Parameter = original._user_class(values.clone(memory_format=torch.preserve_format), original.requires_grad)  # type: ignore[attr-defined]
         self._read = None
         self._make_unit(unit.module, param.dtype, [(slot.name, param)])
         return param

@@ -397,6 +397,7 @@ class Gradients:
                 piece.master.grad = None
         self._held[unit.index].discard(slot)
 
+
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 

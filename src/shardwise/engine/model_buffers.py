@@ -1,7 +1,9 @@
 """The model's buffers (running statistics, codebooks): every rank goes on with rank 0's, as under DistributedDataParallel.
 
-Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers that no
-rank has changed are not moved. A training forward that follows another without a backward between them brings them up to date itself.
+Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers
+that no
+rank has changed are not moved. A training forward that follows another without a backward between them brings them up to
+date itself.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def broadcast_from_first(model: nn.Module, world: World) -> None:
 
 
 def _mark(buffer: torch.Tensor) -> int:
-    """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values themselves."""
+    """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values
+    themselves.
+    """
     return digest(_memory_of(buffer))
 
 

@@ -41,7 +41,7 @@ from shardwise.errors import (
     StaleGraphError,
 )
 from shardwise.observe import EventLog, pause
-from shardwise.partition import Handle, Unit, UnitState
+from shardwise.partition import Handle, Unit, UnitState, drop_own_grad, is_trained, own_grad
 from shardwise.schedule import Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger, SparePages
@@ -149,14 +149,14 @@ class Runtime:
         unit = self.units[index]
         param = unit.params[slot]
         with torch._C.DisableTorchFunctionSubclass():
-            is_frozen = not torch.Tensor.requires_grad.__get__(param)  # type: ignore[attr-defined]
-            hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if grad is None or is_frozen:  # frozen since the forward: autograd would drop it too
+            hooks = param._post_accumulate_grad_hooks
+        if grad is None or not is_trained(param):  # frozen since the forward: autograd would drop it too
             return
         if hooks:
             raise ModelError(
                 f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
-                "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient on its "
+                "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient "
+                "on its "
                 "way, or run.grad(name) after backward()."
             )
         if not unit.is_trainable:
@@ -361,7 +361,8 @@ class Runtime:
         if not place.is_current:
             raise StaleGraphError(
                 f"backward needs the values that parameter {unit.layout.slots[place.slot].name!r} (Unit {unit.name!r}, rank "
-                f"{self.world.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by hand). "
+                f"{self.world.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by "
+                "hand). "
                 "Run the forward pass again before this backward."
             )
         if not _is_inside_autograd():  # somebody looks at a graph: nobody would tell when to free
@@ -420,15 +421,13 @@ class Runtime:
 
     def _take_strays(self) -> None:
         """Gradients that autograd accumulated itself: some changes of a parameter's memory (`p.set_()`) give it a new node."""
-        native: Any = torch.Tensor.grad
-        with torch._C.DisableTorchFunctionSubclass():
-            for unit in self.units:
-                for slot, param in enumerate(unit.params):
-                    grad = native.__get__(param)
-                    if grad is not None:
-                        native.__set__(param, None)
-                        self._listen(unit, slot, param)
-                        self.arrive(unit.index, slot, grad)
+        for unit in self.units:
+            for slot, param in enumerate(unit.params):
+                grad = own_grad(param)
+                if grad is not None:
+                    drop_own_grad(param)
+                    self._listen(unit, slot, param)
+                    self.arrive(unit.index, slot, grad)
 
     def store_written(self, units: Sequence[Unit] | None = None) -> None:
         """Write what user code changed in gathered parameters back to the shards. All ranks must have made the same change."""
@@ -441,7 +440,8 @@ class Runtime:
             if low != high:
                 self._forget_writes(units)
                 raise RanksDifferError(
-                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed in place by user code, and "
+                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed in place by user "
+                    "code, and "
                     "not alike on every rank: one value cannot stand for all, so the change was dropped. Make the same change on "
                     "every rank (all-reduce what it depends on), or keep such values in a buffer."
                 )

@@ -2,7 +2,8 @@
 
 While a forward pass runs, every tensor that autograd saves passes through here (`torch.autograd.graph.saved_tensors_hooks`). A
 view of a Unit's full vector is kept as a `Place` and gathered again when backward asks for it, however backward got there; so the
-hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept as it is, or
+hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept as it
+is, or
 handed to the hooks that were there before ours.
 """
 

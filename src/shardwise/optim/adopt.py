@@ -72,7 +72,9 @@ def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
 class StreamedUpdate(Protocol):
     """Stands in for the body of a step."""
 
-    has_states: bool
+    @property
+    def has_states(self) -> bool:
+        """Whether any part has been updated."""
 
     def __call__(self) -> None:
         """Update everything that has a gradient."""
@@ -228,7 +230,8 @@ class Adopted:
                 handle = getattr(param, "_shardwise", None)
                 if handle is None or handle.unit.owner is not self._listener:
                     raise OptimizerError(
-                        f"group {number}, parameter {position} (shape {list(param.shape)}) was given to {type(optimizer).__name__} "
+                        f"group {number}, parameter {position} (shape {list(param.shape)}) was given to "
+                        f"{type(optimizer).__name__} "
                         "after sw.shard() and belongs to no part of the sharded model: its gradients would not be averaged over "
                         "ranks, and it would not be saved. Add modules to the model before sw.shard()."
                     )
@@ -275,7 +278,8 @@ class Adopted:
             which = [key for key in self._mark if found.get(key) != self._mark[key]]
             shown = ", ".join(f"{key} {found.get(key)} (here {self._mark[key]})" for key in which)
             raise OptimizerError(
-                f"{type(optimizer).__name__}.load_state_dict: this state dict has the pieces of another rank or run: {shown}. Every "
+                f"{type(optimizer).__name__}.load_state_dict: this state dict has the pieces of another rank or run: {shown}. "
+                "Every "
                 "rank must load the one that it saved itself, at the same stage and world size."
             )
         if self._stream is not None and state.get("state"):

@@ -1,7 +1,8 @@
 """May this optimizer update flat pieces of parameters? Decided by trying it on small ones.
 
 An element-wise optimizer gives every element the same value whether one optimizer updates all parameters or every rank's own
-optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only to give
+optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only
+to give
 a better reason.
 """
 
@@ -84,13 +85,15 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         raise _refused(name, reason) from error
     if difference is not None:
         raise _refused(
-            name, known or f"two ranks that update their own pieces differed from one that updates all by {difference:.3g} in a trial"
+            name,
+            known or f"two ranks that update their own pieces differed from one that updates all by {difference:.3g} in a trial",
         )
 
 
 def _refused(name: str, reason: str) -> OptimizerError:
     return OptimizerError(
-        f"{name} cannot be sharded: {reason}. Every rank updates flat pieces of its own, so the update of an element may depend only "
+        f"{name} cannot be sharded: {reason}. Every rank updates flat pieces of its own, so the update of an element may "
+        "depend only "
         "on that element. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)."
     )
 
@@ -115,8 +118,8 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
             if "lr" in group:
                 group["lr"] = 0.1  # the user's may be too small for a difference to show
     for exponent in (0, 1, -1)[:_STEPS]:
-        for number, group in enumerate(whole):
-            for position, param in enumerate(group):
+        for number, params in enumerate(whole):
+            for position, param in enumerate(params):
                 # Groups have gradients of different sizes, so that a norm over all of them differs from one over some.
                 grad = torch.randn(param.shape, generator=generator) * 10.0 ** (exponent - number % 3)
                 param.grad = grad
@@ -127,8 +130,8 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
         for clone in optimizers:
             clone.step()
     largest = 0.0
-    for number, group in enumerate(whole):
-        for position, param in enumerate(group):
+    for number, params in enumerate(whole):
+        for position, param in enumerate(params):
             joined = torch.cat([groups[number][position].detach() for groups in ranks]).reshape(param.shape)
             # Vector and scalar code paths may round differently by a few units in the last place, never by more.
             if not torch.allclose(param.detach(), joined, rtol=1e-5, atol=1e-7, equal_nan=True):

@@ -91,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _num_overflows(self, optimizer: torch.optim.Optimizer) -> float:
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return sum(flag.item() for flag in found.values())
+        return float(sum(flag.item() for flag in found.values()))
 
     def _own(self, optimizer: Any) -> Any:
         """The sharded optimizer, if a wrapper around it was given."""

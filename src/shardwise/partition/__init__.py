@@ -2,7 +2,8 @@
 
 Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`,
 `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Unit`, `UnitDtypes`, `UpdatePiece`,
-`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter`, `FreedView` (lifecycle).
+`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter`, `FreedView`, `own_grad`,
+`drop_own_grad`, `is_trained` (lifecycle).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
 shape, name and place whether its Unit is gathered or freed.
@@ -16,6 +17,9 @@ from shardwise.partition.lifecycle import (
     Owner,
     ShardedParameter,
     UnitState,
+    drop_own_grad,
+    is_trained,
+    own_grad,
 )
 from shardwise.partition.unit import Span, Unit, UnitDtypes, UpdatePiece, flat_values
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
@@ -36,9 +40,12 @@ __all__ = [
     "UnitSpec",
     "UnitState",
     "UpdatePiece",
+    "drop_own_grad",
     "find_units",
     "flat_values",
+    "is_trained",
     "list_params",
     "make_layout",
+    "own_grad",
     "storage_stride",
 ]

@@ -100,13 +100,13 @@ class Handle:
             )
         return unit
 
-
     def at(self, slot: int) -> Handle:
         """Another parameter of the same Unit."""
         return Handle(self.unit, slot, keeps_unit=self._strong is not None)
 
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
@@ -120,6 +120,26 @@ def point_at(param: torch.Tensor, data: torch.Tensor) -> None:
     """`param.data = data`, whatever the parameter's class makes of an assignment."""
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(param, data)
+
+
+def own_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd accumulated in a parameter itself, whatever its class answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def drop_own_grad(param: torch.Tensor) -> None:
+    """Forget that gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(param, None)
+
+
+def is_trained(param: torch.Tensor) -> bool:
+    """`param.requires_grad`, as autograd sees it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        flag: bool = _REQUIRES_GRAD.__get__(param)
+    return flag
 
 
 class ShardedParameter(nn.Parameter):
@@ -263,7 +283,7 @@ _REFUSED = {
     "_typed_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
     "__dlpack__": "Memory can be handed out only while the parameter is gathered: do it inside `with run.gathered(module):`.",
     "set_": "Give it values with copy_(), or set_() it inside `with run.gathered(module):`.",
-    "tying through .data": "Tie parameters as one, as in `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
+    "tying through .data": "Tie parameters as one, `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
     "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
 }
 """What cannot be done to a freed parameter, and what to do instead."""
@@ -349,7 +369,7 @@ def _replaced(value: Any) -> Any:
     return value
 
 
-class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
+class FreedParameter(_Freed, ShardedParameter):
     """A parameter whose Unit is freed: shape, dtype, name and place stay; an operation on it is the owner's to run."""
 
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -384,7 +404,12 @@ class FreedParameter(_Freed, ShardedParameter):  # type: ignore[misc]
             return  # its own view
         if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
             raise refusal(self, "tying through .data")
-        if not isinstance(value, torch.Tensor) or value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != self.shape
+            or value.dtype != self.dtype
+            or value.device != self.device
+        ):
             raise refusal(self, "setting .data")
         with torch.no_grad():
             torch.Tensor.copy_(self, value)

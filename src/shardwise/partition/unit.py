@@ -14,9 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardwise.partition.layout import Layout, Piece
 from shardwise.errors import ModelError
-from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move, managed_classes, own_data, point_at
+from shardwise.partition.layout import Layout, Piece
+from shardwise.partition.lifecycle import (
+    Handle,
+    Owner,
+    UnitState,
+    check_move,
+    drop_own_grad,
+    managed_classes,
+    own_data,
+    point_at,
+)
 from shardwise.tiers import (
     FixedBuffer,
     FullBuffer,
@@ -109,7 +118,9 @@ class Unit:
         """How often each parameter was given other memory; a view that was taken before is out of date."""
         self._versions: list[int] = []  # of the parameters when they were exposed or last written back
         self._addresses: list[int] = []
-        self._aliases: dict[int, weakref.ref[torch.Tensor]] = {}  # taken by user code through `.data`, which autograd does not see
+        self._aliases: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # taken by user code through `.data`, which autograd does not see
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
         self._full: FullBuffer | None = None
@@ -276,24 +287,28 @@ class Unit:
         slot, view = self.layout.slots[index], self._views[index]
         if view.data_ptr() != address or data.is_shared():
             raise ModelError(
-                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was moved to shared memory by share_memory(), so "
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was moved to shared memory by "
+                "share_memory(), so "
                 "updates would not reach it. Call share_memory() before sw.shard(), on a copy."
             )
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was replaced by a tensor of shape "
-                f"{list(data.shape)}, dtype {data.dtype} on {data.device} (model.to(), .half(), or an assignment to .data); it has "
+                f"{list(data.shape)}, dtype {data.dtype} on {data.device} (model.to(), .half(), or an assignment to .data); "
+                "it has "
                 f"shape {list(view.shape)}, dtype {view.dtype} on {view.device}. Convert the model before sw.shard()."
             )
         if self.owner.owns(data.data_ptr()):
             raise ModelError(
-                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was tied to another one through .data. Tie them as "
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was tied to another one through .data. Tie "
+                "them as "
                 "one Parameter, as in `module.weight = other.weight`, before sw.shard()."
             )
         alias = self._aliases[index]() if index in self._aliases else None
         if alias is not None and alias.data_ptr() == address:
             raise ModelError(
-                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was given other values by an assignment to .data "
+                f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was given other values by an assignment to "
+                ".data "
                 "while its old ones are still held through a `.data` taken before; they would be overwritten now. Keep a copy "
                 "instead (`.data.clone()`), or put the old values back first."
             )
@@ -425,8 +440,7 @@ class Unit:
         `keeps_unit`: parameters keep the Unit alive, because nobody else does yet.
         """
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+            drop_own_grad(param)
             point_at(param, self._blanks[index])
             param._shardwise = Handle(self, index, keeps_unit=keeps_unit)  # type: ignore[attr-defined]
             param.__class__ = freed

@@ -22,7 +22,9 @@ from shardwise.engine import clip_factor
 class SupportsParity(Protocol):
     """The part of a run that the comparison reads."""
 
-    scaler: torch.amp.GradScaler
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales the loss, if anything does."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global gradient norm."""
@@ -150,9 +152,7 @@ class PlainTrainer:
                 with torch.no_grad():
                     buffer.copy_(values)
 
-    def _averages(
-        self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]
-    ) -> dict[str, torch.Tensor]:
+    def _averages(self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The mean over ranks of every gradient that any rank has; all of one dtype travel together."""
         world_size = _world_size()
         if world_size == 1:
@@ -225,9 +225,7 @@ def compare_with_plain(
     the reference's gradients over ranks; None: in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    reference = PlainTrainer(
-        plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast"
-    )
+    reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast")
     comparison = _Comparison()
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
         for step in range(steps):

@@ -1,7 +1,8 @@
 """Where do bytes live?
 
 Public names: `Ledger`, `Kind`, `Tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
-`OverlaidBuffer`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (what a freed Unit leaves to the next);
+`OverlaidBuffer`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (what a freed Unit leaves
+to the next);
 `DiskFile` (one rank's file, read and written in the background by the engine of `io`); `Shelf` (one kind of state of many Units
 away from the device: `HostShelf`, `DiskShelf`); `Mover` (copies between host and device, and the `Buffers` that everything
 passes through); `Heap` (freed memory that is returned).
