@@ -17,6 +17,9 @@ from shardwise.comm import Transport, World
 from shardwise.engine.digest import digest
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class ModelBuffers:
     """The buffers of one model, and what they were when ranks last had the same."""
 
@@ -51,10 +54,14 @@ class ModelBuffers:
             return
         changed = self.changed()
         if any(changed):
-            self.broadcast(transport, changed)
+            self.broadcast(transport, changed, tells_autograd=True)
 
-    def broadcast(self, transport: Transport, chosen: Sequence[bool]) -> None:
-        """Every rank takes rank 0's values of the chosen buffers."""
+    def broadcast(self, transport: Transport, chosen: Sequence[bool], *, tells_autograd: bool = False) -> None:
+        """Every rank takes rank 0's values of the chosen buffers.
+
+        `tells_autograd`: a graph that has yet to be run backward may have saved them, and autograd must notice, as under
+        DistributedDataParallel. Not for running statistics: backward does not read them in training.
+        """
         if self._is_idle:
             return
         now = dict(self._each())
@@ -63,7 +70,7 @@ class ModelBuffers:
             parts = [_bytes_of(now[name]) for name in names]
             whole = transport.from_first(torch.cat(parts))
             for name, part in zip(names, whole.split([part.numel() for part in parts]), strict=True):
-                _fill(now[name], part)
+                _fill(now[name], part, tells_autograd=tells_autograd and not name.endswith(_STATISTICS))
         if list(now) != self._keys or names:
             self._remember(now)
 
@@ -97,7 +104,8 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     return _memory_of(buffer).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _fill(buffer: torch.Tensor, values: torch.Tensor) -> None:
+def _fill(buffer: torch.Tensor, values: torch.Tensor, *, tells_autograd: bool = False) -> None:
     memory = _memory_of(buffer)
+    values = values.view(memory.dtype).view(memory.shape)
     with torch.no_grad():
-        memory.copy_(values.view(memory.dtype).view(memory.shape))
+        (memory if tells_autograd else memory.data).copy_(values)
