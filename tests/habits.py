@@ -171,7 +171,7 @@ def _share_buffers(buffers: list[torch.Tensor]) -> None:
     values = torch.cat(parts)
     dist.broadcast(values, 0)
     for buffer, part in zip(buffers, values.split([part.numel() for part in parts]), strict=True):
-        buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))
+        buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def _no_grad(function: Callable[[Side], Any]) -> Callable[[Side], Any]:

@@ -57,7 +57,11 @@ def test_many_threads_on_a_long_vector() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{}, {"betas": (0.3, 0.95)}, {"maximize": True}])
 def test_a_hundred_steps_beside_torch(kind: type[torch.optim.Optimizer], options: dict[str, object]) -> None:
-    """docs/numerics.md: where torch's square root is rounded correctly nothing differs; elsewhere a step by one unit does."""
+    """docs/numerics.md: CPUs round vector functions differently, so the distance is bounded, not how often there is one.
+
+    A step may differ by a unit in the last place of an update, which is at most a few learning rates; a hundred of them, and the
+    rounding of the sum, stay far below 1e-6.
+    """
     generator = torch.Generator().manual_seed(0)
     param = torch.nn.Parameter(torch.randn(NUMEL, generator=generator))
     theirs = kind([param], lr=3e-3, weight_decay=0.05, **options)  # type: ignore[call-arg]
@@ -65,12 +69,9 @@ def test_a_hundred_steps_beside_torch(kind: type[torch.optim.Optimizer], options
         param.grad = torch.randn(NUMEL, generator=generator) * 10.0 ** (step % 5 - 2)
         theirs.step()
     master, mean, square = train(group(kind, **options), 100)
-    is_decoupled = kind is torch.optim.AdamW
-    if is_decoupled:  # coupled decay feeds masters back into the moments
-        assert torch.equal(mean, theirs.state[param]["exp_avg"]) and torch.equal(square, theirs.state[param]["exp_avg_sq"])
-    gap = (master - param.detach()).abs()
-    assert float(gap.max()) <= 1e-6
-    assert int((gap > 0).sum()) <= NUMEL // 20
+    assert float((master - param.detach()).abs().max()) <= 1e-6
+    for found, expected in ((mean, theirs.state[param]["exp_avg"]), (square, theirs.state[param]["exp_avg_sq"])):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -295,6 +295,35 @@ def expanded(stage: int) -> bool:
     return same
 
 
+class OddBuffers(nn.Module):
+    """Buffers whose bytes do not line up when they travel together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("half", torch.zeros(5, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.flags[rank()] = True
+        self.count += 1 + rank()
+        self.half += 1 + rank()
+        return self.lin(x).sum()
+
+
+def odd_buffers() -> tuple[list[bool], int, list[float]]:
+    model = OddBuffers()
+    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    model(torch.ones(1, 4)).backward()
+    run.close()
+    return model.flags.tolist(), int(model.count), model.half.tolist()
+
+
+def test_buffers_of_all_sizes_travel_together(pool: RankPool) -> None:
+    assert pool.run(odd_buffers) == [([True, False, False], 1, [1.0] * 5)] * 2
+
+
 # -- what is saved ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from shardwise.comm import Transport, World
 from shardwise.engine.digest import digest
 
-
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -106,6 +105,6 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor, *, tells_autograd: bool = False) -> None:
     memory = _memory_of(buffer)
-    values = values.view(memory.dtype).view(memory.shape)
+    values = values.clone().view(memory.dtype).view(memory.shape)  # a part of a longer vector need not be aligned
     with torch.no_grad():
         (memory if tells_autograd else memory.data).copy_(values)
