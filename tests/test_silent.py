@@ -303,12 +303,12 @@ class OddBuffers(nn.Module):
         self.lin = nn.Linear(4, 4)
         self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("half", torch.zeros(5, dtype=torch.bfloat16))
+        self.register_buffer("narrow", torch.zeros(5, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.flags[rank()] = True
         self.count += 1 + rank()
-        self.half += 1 + rank()
+        self.narrow += 1 + rank()
         return self.lin(x).sum()
 
 
@@ -317,7 +317,7 @@ def odd_buffers() -> tuple[list[bool], int, list[float]]:
     run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     model(torch.ones(1, 4)).backward()
     run.close()
-    return model.flags.tolist(), int(model.count), model.half.tolist()
+    return model.flags.tolist(), int(model.count), model.narrow.tolist()
 
 
 def test_buffers_of_all_sizes_travel_together(pool: RankPool) -> None:

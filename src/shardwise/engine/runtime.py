@@ -396,6 +396,10 @@ class Runtime:
 
     def after_backward(self) -> None:
         """Autograd has finished: reduce what is left and free everything."""
+        with outside_transforms():
+            self._after_backward()
+
+    def _after_backward(self) -> None:
         begin = time.perf_counter()
         if self.runner is not None:
             self.runner.end_backward()
