@@ -613,6 +613,8 @@ class Habit:
     """Where it is refused: why it cannot be done."""
     every: bool = False
     """At every step, not only at the second."""
+    leaves_out: str = ""
+    """A parameter that the optimizer is not given at first."""
 
 
 _VIEWS = "a copy, a pickle or an address of the whole parameter needs it in memory when no pass holds it there"
@@ -625,7 +627,9 @@ HABITS: dict[str, Habit] = {
     "weight clipping of some layers": Habit(_each(lambda p: p.clamp_(-0.125, 0.125), only="lin.weight"), every=True),
     "`p.copy_(tensor)`": Habit(_each(lambda p: p.copy_(torch.full(p.shape, 0.015625)))),
     "`p.data.copy_(tensor)`": Habit(_each(lambda p: p.data.copy_(torch.full(p.shape, 0.015625)))),
-    "`p.data = tensor`": Habit(_each(_set_data)),
+    "`p.data = tensor`": Habit(
+        _each(_set_data), why="backward needs the old values of what was used already, and they are not kept"
+    ),
     "`p.set_(tensor)`": Habit(_each(lambda p: p.set_(torch.full(p.shape, 0.015625))), why=_NO_STORAGE),
     "`p[0] = value`": Habit(_each(lambda p: p.__setitem__(0, 0.5))),
     "`p.data[0] = value`": Habit(_each(lambda p: p.data.__setitem__(0, 0.5))),
@@ -654,7 +658,7 @@ HABITS: dict[str, Habit] = {
     "a module added with `add_param_group`": Habit(
         _new_group, OUTSIDE, why="it would be neither averaged nor saved, as under DDP"
     ),
-    "a frozen parameter unfrozen and given to `add_param_group`": Habit(_late_group, OUTSIDE),
+    "a frozen parameter unfrozen and given to `add_param_group`": Habit(_late_group, OUTSIDE, leaves_out="frozen.weight"),
     "freezing a layer": Habit(lambda s: s.model.blocks[1].requires_grad_(False), (BEFORE, BETWEEN, BACKWARD, AFTER)),
     "freezing by `p.requires_grad = False`": Habit(_flags_setter, (BEFORE, BETWEEN, BACKWARD, AFTER)),
     "unfreezing what was frozen when it was sharded": Habit(
@@ -787,7 +791,11 @@ def outcome(cell: Cell) -> str:
     names = [name for name, _ in plain.named_parameters()]
     masters = [(p, p if stored is None else nn.Parameter(p.detach().clone())) for p in plain.parameters()]
     make = lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5)  # noqa: E731
-    optimizers = [make([p for p in model.parameters()]), make([master for _, master in masters])]
+    given = [name != habit.leaves_out for name in names]
+    optimizers = [
+        make([p for p, is_given in zip(params, given, strict=True) if is_given])
+        for params in (list(model.parameters()), [master for _, master in masters])
+    ]
     precision = None if stored is None else sw.Precision(param=stored, compute=torch.float32)
     transport = "auto" if cell.transport == "alone" else cell.transport
     run = sw.shard(model, optimizers[0], stage=cell.stage, precision=precision, transport=transport, timeout_s=20.0)

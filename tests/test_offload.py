@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from cases import CASES, build, parity
+from cases import CASES, build, parity, rank
 from shardwise import native
 from shardwise.errors import ConfigError, DiskError, MemoryBudgetError, OptimizerError
 from shardwise.observe import delays
@@ -725,3 +725,57 @@ def test_without_the_native_library_everything_works_and_gives_the_same_numbers(
     with_it, _ = start(tmp_path, 3).communicate(timeout=120)
     without, _ = start(tmp_path, 3, SHARDWISE_NATIVE="0").communicate(timeout=120)
     assert with_it == without and with_it.count("\n") == 3
+
+
+# -- ranks that use different Units -------------------------------------------------------------------------------
+
+
+def diverging(case: str, options: dict[str, Any]) -> tuple[Any, bool, str]:
+    run, model, opt, plain, plain_opt = build(case, "adamw", stage=3, **options)
+    report = compare_with_plain(run, model, opt, plain, plain_opt, CASES[case].loss, steps=6)
+    allowed, text = run.transport.allows_different_units, run.report()
+    state = run.full_state_dict(rank0_only=False)
+    same = all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    run.close()
+    return report, allowed and same, text
+
+
+@pytest.mark.parametrize("offload", [sw.Offload(params="disk"), "disk"], ids=["parameters", "everything"])
+def test_ranks_may_use_different_units_from_disk_on_one_host(pool: RankPool, offload: Any) -> None:
+    for report, allowed, text in pool.run(diverging, "branchy-by-rank", {"offload": offload}):
+        assert report.is_bitwise and allowed, str(report)
+        assert "each reads all shards itself" in text
+
+
+def test_ranks_that_agree_read_their_own_shards_only(pool: RankPool) -> None:
+    for report, allowed, text in pool.run(diverging, "branchy", {"offload": "disk"}):
+        assert report.is_bitwise and allowed, str(report)
+        assert "each reads all shards itself" not in text
+
+
+def one_evaluates_alone() -> bool:
+    """Rank 0 runs forward passes that nobody else runs, while rank 1 goes on to the next step."""
+    run, model, opt, plain, _ = build("gpt", "adamw", stage=3, offload="disk")
+    CASES["gpt"].loss(model, 0).backward()
+    opt.step()
+    opt.zero_grad()
+    same = True
+    if rank() == 0:
+        with torch.no_grad():
+            values = [CASES["gpt"].loss(model, 7) for _ in range(3)]
+        same = all(torch.equal(values[0], value) for value in values)
+    loss = CASES["gpt"].loss(model, 1)
+    loss.backward()
+    opt.step()
+    run.close()
+    return same and bool(torch.isfinite(loss))
+
+
+def test_one_rank_may_evaluate_alone_from_disk(pool: RankPool) -> None:
+    assert pool.run(one_evaluates_alone) == [True, True]
+
+
+@pytest.mark.parametrize("transport", ["pairwise"])
+def test_the_report_says_whether_ranks_may_use_different_units(pool: RankPool, transport: str) -> None:
+    for _, allowed, text in pool.run(diverging, "branchy", {"transport": transport}):
+        assert not allowed and "all ranks must use the same Units in forward" in text

@@ -19,6 +19,7 @@ from shardwise.engine import (
     BUCKET_BYTES,
     MAX_EVICTIONS,
     MAX_IN_FLIGHT,
+    Held,
     Runtime,
     assemble,
     constructing,
@@ -357,6 +358,8 @@ class Run:
         if runtime.threads:
             lines.append(f"threads {runtime.threads}")
         lines += self.placement()
+        if runtime.transport.note and runtime.stage.params is Held.SHARD:
+            lines.append(runtime.transport.note)
         if runtime.runner is not None:
             lines.append(
                 f"prefetch: {runtime.runner.depth.now} ahead within {format_bytes(runtime.runner.budget_bytes)}, "

@@ -13,7 +13,7 @@ after its first failure a transport refuses work.
 
 from shardwise.comm.joined import JoinedSink, JoinedSource
 from shardwise.comm.segment import host_identity
-from shardwise.comm.transport import Counters, Reservation, Sink, Source, Transport, own_slice
+from shardwise.comm.transport import Counters, PeerShards, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.transports import make_transport
 from shardwise.comm.world import World
 
@@ -21,6 +21,7 @@ __all__ = [
     "Counters",
     "JoinedSink",
     "JoinedSource",
+    "PeerShards",
     "Reservation",
     "Sink",
     "Source",

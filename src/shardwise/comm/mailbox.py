@@ -28,20 +28,31 @@ def chunk_bytes_for(limit_bytes: int, world_size: int) -> int:
     return max(min(per_peer, MAX_CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
 
 
+class PartedError(Exception):
+    """Ranks no longer exchange through these mailboxes; caught by the transport, never seen by users."""
+
+
 class Mailboxes:
-    """Outgoing slots and counters of every rank of one host."""
+    """Outgoing slots and counters of every rank of one host.
+
+    If they `may_part`, a rank whose peer does something else leaves the mailboxes instead of failing. From then on no rank
+    uses them: every call raises PartedError, also one that waits now.
+    """
 
     def __init__(self, host: World, slot_bytes: int, watch: Watch) -> None:
         self.host = host
         self.slot_bytes = slot_bytes
+        self.may_part = False
         self._watch = watch
         size = host.world_size
-        self._words_bytes = -(-8 * size * (2 + 2 * SLOTS) // PAGE_BYTES) * PAGE_BYTES
+        num_words = size * (2 + 2 * SLOTS) + 1
+        self._words_bytes = -(-8 * num_words // PAGE_BYTES) * PAGE_BYTES
         self._segments = SharedSegments(host, self._words_bytes + size * SLOTS * slot_bytes)
-        words = [self._segments.words(rank, 0, size * (2 + 2 * SLOTS)) for rank in range(size)]
+        words = [self._segments.words(rank, 0, num_words) for rank in range(size)]
         self._posted = [w[:size] for w in words]  # [writer][reader]: chunks posted
         self._consumed = [w[size : 2 * size] for w in words]  # [reader][writer]: chunks consumed
-        self._labels = [w[2 * size :] for w in words]  # [writer][2 * (reader * SLOTS + slot)]: sequence, kind and Unit
+        self._labels = [w[2 * size : -1] for w in words]  # [writer][2 * (reader * SLOTS + slot)]: sequence, kind and Unit
+        self._left = [w[-1:] for w in words]  # [rank][0]: whether it has left
         self._num_sent = [0] * size
         self._num_read = [0] * size
 
@@ -50,6 +61,30 @@ class Mailboxes:
         """Bytes of this rank's slots to other ranks, once they are touched."""
         return (self.host.world_size - 1) * SLOTS * self.slot_bytes
 
+    @property
+    def have_parted(self) -> bool:
+        """Whether any rank has left."""
+        return self.may_part and any(left[0] for left in self._left)
+
+    def part(self) -> None:
+        """Leave, and have the others leave."""
+        self._left[self.host.rank][0] = 1
+
+    def _wait(self, is_ready: Callable[[], bool], operation: Operation, peer: int) -> None:
+        rank = self.host.ranks[peer]
+        if not self.may_part:
+            self._watch.until(is_ready, operation, lambda: [rank])
+            return
+
+        def lagging() -> list[int]:
+            if self._watch.will_not_come(operation, rank):
+                self.part()
+            return [] if self.have_parted else [rank]
+
+        self._watch.until(lambda: self.have_parted or is_ready(), operation, lagging)
+        if self.have_parted:
+            raise PartedError
+
     def post(
         self, peer: int, operation: Operation, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], object]
     ) -> None:
@@ -57,7 +92,7 @@ class Mailboxes:
         number = self._num_sent[peer]
         consumed = self._consumed[peer]
         me = self.host.rank
-        self._watch.until(lambda: consumed[me] > number - SLOTS, operation, lambda: [self.host.ranks[peer]])
+        self._wait(lambda: consumed[me] > number - SLOTS, operation, peer)
         fill(self._slot(me, peer, number, numel, dtype))
         label = 2 * (peer * SLOTS + number % SLOTS)
         self._labels[me][label], self._labels[me][label + 1] = operation.sequence, operation.code
@@ -71,10 +106,13 @@ class Mailboxes:
         number = self._num_read[peer]
         posted = self._posted[peer]
         me = self.host.rank
-        self._watch.until(lambda: posted[me] > number, operation, lambda: [self.host.ranks[peer]])
+        self._wait(lambda: posted[me] > number, operation, peer)
         label = 2 * (me * SLOTS + number % SLOTS)
         found = (self._labels[peer][label], self._labels[peer][label + 1])
         if found != (operation.sequence, operation.code):
+            if self.may_part:
+                self.part()
+                raise PartedError
             raise self._mismatch(peer, operation, *found)
         use(self._slot(peer, me, number, numel, dtype))
         self._consumed[me][peer] = number + 1

@@ -3,8 +3,9 @@
 A full vector whose shards are whole pages is a mapping over the ranks' own shards: gathering it moves nothing at all. Other
 full vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and
 neither can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, hand constant-size
-chunks through mailboxes on one lane, in the order in which they were started; where shards live on disk, gathers have mailboxes
-and a lane of their own.
+chunks through mailboxes on one lane, in the order in which they were started. Where shards live on disk, gathers have mailboxes
+and a lane of their own: every rank reads its own shard and hands it to the others. The first time ranks gather different Units
+they leave these mailboxes for good, and every rank reads all shards itself, from the other ranks' files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
+from shardwise.comm.mailbox import Mailboxes, PartedError, chunk_bytes_for
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.segment import PAGE_BYTES, SharedSegments
-from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, combined, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import (
+    READY,
+    PeerShards,
+    Reservation,
+    Sink,
+    Source,
+    Transport,
+    combined,
+    copy_own,
+    own_slice,
+    sum_dtype,
+)
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
@@ -87,6 +99,7 @@ class SharedTransport(Transport):
     """Shared memory between the processes of one host."""
 
     name = "shared memory"
+    is_one_host = True
 
     def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
         super().__init__(world, timeout_s)
@@ -98,6 +111,7 @@ class SharedTransport(Transport):
         self._lane = Lane("shardwise-exchange")
         self._gather_mail: Mailboxes | None = None  # where shards are away every gather is an exchange: it has a lane of its own
         self._gather_lane = Lane("shardwise-gather")
+        self._peer_shards: PeerShards | None = None
         self._overlays: set[int] = set()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
@@ -106,6 +120,12 @@ class SharedTransport(Transport):
         if any(entry.is_away for entry in reservations):
             self._gather_mail = Mailboxes(self.world, self._chunk_bytes, self.watch)
         return self._shards.reserve(reservations)
+
+    def read_peers_with(self, reader: PeerShards) -> None:
+        """Ranks whose gathers differ leave the mailboxes."""
+        if self._gather_mail is not None:
+            self._peer_shards = reader
+            self._gather_mail.may_part = True
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
         """A mapping over the ranks' shards."""
@@ -119,26 +139,45 @@ class SharedTransport(Transport):
         pause("gather.start")
         self._count_gather(shard)
         if not self._shards.holds(tag, shard):
-            channel, lane = ("exchange", self._lane) if self._gather_mail is None else ("prefetch", self._gather_lane)
-            operation = self.watch.begin(channel, "gather", tag)
-            return lane.submit(lambda: self._exchange_shards(operation, shard, full, ready))
+            if ready is READY or self._gather_mail is None:
+                operation = self.watch.begin("exchange", "gather", tag)
+                return self._lane.submit(lambda: self._gather_from_memory(operation, shard, full))
+            operation, mail = self.watch.begin("prefetch", "gather", tag), self._gather_mail
+            return self._gather_lane.submit(lambda: self._gather_from_disk(operation, mail, shard, full, ready))
         if full.data_ptr() not in self._overlays:
             self._shards.copy_into(full, tag)
         return Done()
 
-    def _exchange_shards(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor, ready: Ticket) -> None:
+    def _gather_from_memory(self, operation: Operation, shard: torch.Tensor, full: torch.Tensor) -> None:
         with self.watch.during(operation):
-            mail = self._gather_mail or self._mail
+            copy_own(self.world, shard, full)
+            self._exchange_shards(operation, self._mail, shard, full)
+
+    def _gather_from_disk(
+        self, operation: Operation, mail: Mailboxes, shard: torch.Tensor, full: torch.Tensor, ready: Ticket
+    ) -> None:
+        with self.watch.during(operation):
             ready.wait()
             copy_own(self.world, shard, full)
-            chunk = self._chunk_bytes // shard.element_size()
-            for start in range(0, shard.numel(), chunk):
-                part = shard[start : start + chunk]
-                for peer in self.world.peers():
-                    mail.post(peer, operation, part.numel(), part.dtype, copier(part))
-                for peer in self.world.peers():
-                    place = own_slice(self.world, full, peer)[start : start + part.numel()]
-                    mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
+            if not mail.have_parted:
+                try:
+                    self._exchange_shards(operation, mail, shard, full)
+                    return
+                except PartedError:
+                    pass  # another rank gathers something else
+            assert self._peer_shards is not None
+            for peer in self.world.peers():
+                self._peer_shards(operation.tag, peer, own_slice(self.world, full, peer))
+
+    def _exchange_shards(self, operation: Operation, mail: Mailboxes, shard: torch.Tensor, full: torch.Tensor) -> None:
+        chunk = self._chunk_bytes // shard.element_size()
+        for start in range(0, shard.numel(), chunk):
+            part = shard[start : start + chunk]
+            for peer in self.world.peers():
+                mail.post(peer, operation, part.numel(), part.dtype, copier(part))
+            for peer in self.world.peers():
+                place = own_slice(self.world, full, peer)[start : start + part.numel()]
+                mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Hand every peer its slice chunk by chunk; totals are formed in rank order."""
@@ -221,6 +260,18 @@ class SharedTransport(Transport):
     @property
     def _slot_bytes(self) -> int:
         return self._mail.num_bytes + (0 if self._gather_mail is None else self._gather_mail.num_bytes)
+
+    @property
+    def allows_different_units(self) -> bool:
+        """Shards in memory are read where they lie; those on disk if the other ranks' files could be opened."""
+        return self._gather_mail is None or self._gather_mail.may_part
+
+    @property
+    def note(self) -> str:
+        """Also whether ranks have parted."""
+        if self._gather_mail is not None and self._gather_mail.have_parted:
+            return "ranks have gathered different Units from disk: since then each reads all shards itself"
+        return super().note
 
     def close(self) -> None:
         """End the lanes; memory goes with the last reference."""

@@ -42,6 +42,13 @@ class Sink(Protocol):
         """Take the sum over ranks for elements [start, start + len(total)): each element once, in `place` or elsewhere."""
 
 
+class PeerShards(Protocol):
+    """Reads the shards of other ranks where they lie, without their help."""
+
+    def __call__(self, tag: int, rank: int, place: torch.Tensor) -> None:
+        """Fill `place`, that rank's slice of a full vector, with its shard of a Unit."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reservation:
     """Memory a Unit asks for: its shard, or (`is_full`) a full vector of which rank r's slice is the shard."""
@@ -97,6 +104,8 @@ class Transport(ABC):
     name: str
     gathers_ahead = False
     """Whether a gather that was started goes on by itself, so that starting early hides it."""
+    is_one_host = False
+    """Whether all ranks are processes of one host, which can open each other's files."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
         self.world = world
@@ -115,6 +124,9 @@ class Transport(ABC):
 
     def fence(self) -> None:  # noqa: B027  two-sided transports need none
         """Return when no rank still reads shards (before they change) or still writes them (before they are read)."""
+
+    def read_peers_with(self, reader: PeerShards) -> None:  # noqa: B027  only ranks of one host can
+        """Where shards are on disk, let ranks gather different Units: each reads the others' shards itself then."""
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """The sum or maximum of a small flat tensor over all ranks, the same bits on each of them."""
@@ -148,6 +160,18 @@ class Transport(ABC):
     def planned_exchange_bytes(self) -> int:
         """Bytes of exchange buffers it will hold once it has reduced the reserved Units, all in one wire dtype."""
         return 0
+
+    @property
+    def allows_different_units(self) -> bool:
+        """Whether ranks may use different Units in a forward pass whose parameters are gathered."""
+        return self.world.world_size == 1
+
+    @property
+    def note(self) -> str:
+        """A line for the report, where there is something to say."""
+        if self.allows_different_units:
+            return ""
+        return "all ranks must use the same Units in forward: a gather needs every rank on this transport"
 
     @property
     def label(self) -> str:

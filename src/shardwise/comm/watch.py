@@ -26,7 +26,8 @@ _LOOKS = 100  # before the first sleep: about the time a peer on another core ne
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
 _CHECK_S = 0.1  # how often a waiting rank looks whether its peers still exist and whether any has given up
-_WORDS = 4  # of an account, per channel: sequence, kind and Unit, step, rank waited for
+_WORDS = 5  # of an account, per channel: sequence, kind and Unit, step, rank waited for, operations begun
+_PEER, _BEGUN = 3, 4
 _TAG_BITS = 32
 _REMEDY = "Look for the first error in the output of the rank that was waited for; then start all ranks again."
 _numbers = itertools.count()  # ranks make their transports in the same order
@@ -89,6 +90,8 @@ class Watch:
         sequence = self._sequences[channel]
         self._sequences[channel] = sequence + 1
         operation = Operation(channel, sequence, kind, tag)
+        if self._host is not None:
+            self._accounts[self._host.rank][CHANNELS.index(channel) * _WORDS + _BEGUN] = sequence + 1
         if tag >= 0:
             self._latest = operation
         if channel == "meeting":  # the others are accounted for when their lane comes to them
@@ -159,6 +162,17 @@ class Watch:
         if waited_s > self.timeout_s:
             raise self.failed(operation, missing, waited_s, f"longer than timeout_s={self.timeout_s:g}")
 
+    def will_not_come(self, operation: Operation, rank: int) -> bool:
+        """Whether a rank of this host has ended, or waits in a meeting without having begun this operation.
+
+        It cannot begin it before the meeting is over, and the meeting needs this rank.
+        """
+        assert self._host is not None
+        words = self._accounts[self._host.ranks.index(rank)]
+        meeting, channel = (CHANNELS.index(name) * _WORDS for name in ("meeting", operation.channel))
+        waits = words[meeting + _PEER] != 0
+        return (waits and words[channel + _BEGUN] <= operation.sequence) or _state_of(self._pid(rank)) is None
+
     def wait_all(self, works: Sequence[tuple[Any, int]], operation: Operation) -> None:
         """Wait for messages between hosts, each with the rank it comes from or goes to."""
         begin = time.monotonic()
@@ -222,7 +236,7 @@ class Watch:
             return f"Rank {rank} is stopped ({where})."
         latest = []
         for number, channel in enumerate(CHANNELS):
-            sequence, code, step, peer = words[number * _WORDS : (number + 1) * _WORDS]
+            sequence, code, step, peer = words[number * _WORDS : number * _WORDS + _BEGUN]
             if not sequence:
                 continue
             what = self.name(Operation.decode(channel, sequence - 1, code), step)

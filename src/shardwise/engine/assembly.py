@@ -76,6 +76,7 @@ def assemble(
     offload.place(optimizer)
     reservations = [_reservation(unit) for unit in units]
     transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
+    offload.meet_peers(transport)
     constructions = _constructions(infos)
     heap = Heap()
     for unit, spec, vector in zip(units, specs, memory, strict=True):

@@ -211,8 +211,8 @@ class Construction:
         """Which parameters are trained is decided by `shard`."""
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in the full vector of a Unit that is gathered now."""
-        return any(unit.full.data_ptr() <= address < unit.full.data_ptr() + unit.full_bytes for unit in self._window.units)
+        """Whether an address lies in the full vector of a Unit, gathered or freed."""
+        return any(unit.covers(address) for unit in self.digests)
 
     def copied(self, handle: Handle) -> nn.Parameter:
         """A copy of a parameter, partitioned like it."""

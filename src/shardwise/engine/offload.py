@@ -26,7 +26,6 @@ from shardwise.optim import Region, StreamedStep, can_update, long_states
 from shardwise.partition import Unit
 from shardwise.ticket import Deferred, Returning, Ticket
 from shardwise.tiers import (
-    ALIGNMENT,
     Buffer,
     DiskFile,
     DiskShelf,
@@ -36,6 +35,7 @@ from shardwise.tiers import (
     Mover,
     Shelf,
     Tier,
+    is_aligned,
     whole_quanta,
 )
 
@@ -177,6 +177,25 @@ class Offloading:
         self.step = step
         return step
 
+    def meet_peers(self, transport: Transport) -> None:
+        """Where ranks can open each other's files, let them gather different Units from disk."""
+        disk = self.disk
+        if disk is None or not transport.is_one_host or not self.params_are_away or self.mover.is_apart:
+            return
+        handles = self.world.gather_objects(disk.handle)
+        try:
+            disk.open_peers(handles)
+            is_open = True
+        except OSError:  # a container that hides other processes' files: ranks must use the same Units then
+            is_open = False
+        if all(self.world.gather_objects(is_open)):  # and nobody goes on before all have opened
+            transport.read_peers_with(self._read_peer)
+
+    def _read_peer(self, tag: int, rank: int, place: torch.Tensor) -> None:
+        shelf = self._region_of[tag].param
+        assert isinstance(shelf, DiskShelf)
+        shelf.read_peer(rank, tag, place)
+
     # -- parameters -------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit, full: torch.Tensor, transport: Transport) -> Ticket:
@@ -185,9 +204,7 @@ class Offloading:
         assert shelf is not None
         own = own_slice(self.world, full)
         start = shelf.starts[unit.index]
-        num_bytes = own.numel() * own.element_size()
-        is_aligned = own.data_ptr() % ALIGNMENT == 0 and num_bytes % ALIGNMENT == 0
-        if own.dtype == shelf.dtype and (is_aligned or self.mover.is_apart):
+        if own.dtype == shelf.dtype and (is_aligned(own) or self.mover.is_apart):
             return transport.gather(unit.index, own, full, shelf.fetch(own, start))
         buffers = self.mover.device_buffers
         buffer = buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)

@@ -50,6 +50,7 @@ class Passage:
                 tensor = tensor.view_as(tensor)
             self._inputs.add(id(tensor))
             tensor.register_hook(self._end)
+            _put_last(tensor, Passage._begin)
             return tensor
 
         return map_tensors(watched, inputs)
@@ -67,6 +68,18 @@ class Passage:
     def _end(self, _: torch.Tensor) -> None:
         if self._units:
             self._listener.release(self._units, self)
+
+
+def _put_last(tensor: torch.Tensor, method: Any) -> None:
+    """Have a tensor's hooks that are this method run after its others: the call that made the tensor announces its backward
+    when the one that took it has ended.
+
+    Autograd walks the hooks in the order in which they were put into the dictionary, so they are taken out and put in again.
+    """
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__func__", None) is method]:
+            hooks[key] = hooks.pop(key)
 
 
 class Frame:

@@ -21,11 +21,6 @@ class Window:
         self._release = release
         self._open: list[Unit] = []
 
-    @property
-    def units(self) -> Sequence[Unit]:
-        """Those that are gathered now."""
-        return self._open
-
     def touch(self, units: Sequence[Unit]) -> None:
         """Gather all of `units` together, after writing back and freeing those gathered longest ago."""
         missing = [unit for unit in dict.fromkeys(units) if unit not in self._open]

@@ -339,6 +339,11 @@ class Unit:
             self.full[low : low + masters.numel()].copy_(masters.to(self.dtypes.stored))
         self._store_part(self.shard, self.rank * self.layout.shard_numel, self.span.start + low, masters)
 
+    def covers(self, address: int) -> bool:
+        """Whether an address lies in the full vector, which keeps its place for life."""
+        full = self._full_tensor()
+        return full is not None and full.data_ptr() <= address < full.data_ptr() + self.full_bytes
+
     def _full_tensor(self) -> torch.Tensor | None:
         return None if self._full is None else self._full.tensor
 

@@ -19,7 +19,7 @@ from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer, own_storage
 from shardwise.tiers.mover import Mover
 from shardwise.tiers.pages import SparePages
-from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, whole_quanta
+from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, is_aligned, whole_quanta
 
 __all__ = [
     "ALIGNMENT",
@@ -40,6 +40,7 @@ __all__ = [
     "SparePages",
     "Tier",
     "aligned_memory",
+    "is_aligned",
     "make_full_buffer",
     "own_storage",
     "whole_quanta",

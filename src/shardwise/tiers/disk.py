@@ -15,6 +15,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,7 +58,9 @@ class DiskFile:
         descriptor, self.is_direct = _open_nameless(self.directory)
         self.file = File(descriptor, f"the states' file in {self.directory}")
         self.engine = engine or make_engine()
-        self._finalizer = weakref.finalize(self, _end, self.engine, descriptor)
+        self._descriptors = [descriptor]  # this rank's own, then those of other ranks' files
+        self._finalizer = weakref.finalize(self, _end, self.engine, self._descriptors)
+        self._peers: list[File] = []
         self.size = 0
         self.bytes_read = 0
         self.bytes_written = 0
@@ -90,6 +93,29 @@ class DiskFile:
             _allocate(self.file, offset, length)
         self.size += length
         return offset
+
+    # -- other ranks' files -----------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """What another process of this host needs to open the file: process and descriptor."""
+        return os.getpid(), self.file.descriptor
+
+    def open_peers(self, handles: Sequence[tuple[int, int]]) -> None:
+        """Open the files of all ranks, in rank order, to read; they outlive the processes that made them."""
+        for rank, (pid, number) in enumerate(handles):
+            if (pid, number) == self.handle:
+                self._peers.append(self.file)
+                continue
+            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+            self._descriptors.append(os.open(f"/proc/{pid}/fd/{number}", flags))
+            self._peers.append(File(self._descriptors[-1], f"the states' file of rank {rank} in {self.directory}"))
+
+    def read_peer(self, rank: int, memory: torch.Tensor, offset: int) -> Ticket:
+        """Start filling `memory` from another rank's file. All ranks lay theirs out alike; checksums are the owner's."""
+        pause("disk.read")
+        self.bytes_read += _num_bytes(memory)
+        return self.engine.start(self._peers[rank], memory, offset, writes=False)
 
     # -- moving -----------------------------------------------------------------------------------------------
 
@@ -146,9 +172,10 @@ class DiskFile:
         self._finalizer()
 
 
-def _end(engine: IoEngine, descriptor: int) -> None:
+def _end(engine: IoEngine, descriptors: list[int]) -> None:
     engine.close()  # first: it may still be moving
-    os.close(descriptor)
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 class _Checked(Ticket):

@@ -21,6 +21,11 @@ QUANTUM = ALIGNMENT
 """Elements: whole blocks of disk in any dtype."""
 
 
+def is_aligned(memory: torch.Tensor) -> bool:
+    """Whether memory is whole blocks, so that a disk can read straight into it."""
+    return memory.data_ptr() % ALIGNMENT == 0 and memory.numel() * memory.element_size() % ALIGNMENT == 0
+
+
 def whole_quanta(numel: int) -> int:
     """The next multiple of the quantum."""
     return -(-numel // QUANTUM) * QUANTUM
@@ -106,6 +111,18 @@ class DiskShelf(Shelf):
     def read(self, memory: torch.Tensor, start: int) -> Ticket:
         """Start filling aligned host memory."""
         return self._disk.read(memory, self._offset + start * self.dtype.itemsize)
+
+    def read_peer(self, rank: int, unit: int, place: torch.Tensor) -> None:
+        """Fill `place` with another rank's vector of a Unit, from that rank's file; returns when it is there."""
+        at = self._offset + self.starts[unit] * self.dtype.itemsize
+        if place.dtype == self.dtype and is_aligned(place):
+            self._disk.read_peer(rank, place, at).wait()
+            return
+        buffers = self._mover.buffers
+        buffer = buffers.take(whole_quanta(place.numel()) * self.dtype.itemsize)
+        with buffers.returned(buffer):
+            self._disk.read_peer(rank, buffer.raw, at).wait()
+            place.copy_(buffer.as_vector(self.dtype, place.numel()))
 
     def write(self, memory: torch.Tensor, start: int) -> Ticket:
         """Start writing aligned host memory."""
