@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import torch
 
-import ranks  # noqa: F401  the standard library's `profile` is not ours
 from shardwise import native
 from shardwise.optim import adam
 

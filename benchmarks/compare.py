@@ -1,6 +1,7 @@
 """Step time and peak memory per rank of several training systems, in one interleaved run.
 
     python benchmarks/compare.py [--rounds 3] [--steps 4] [--batch 1] [--only DDP --only 'shardwise stage 3']
+    python benchmarks/compare.py --beside ../before   # also another version of this library, checked out and built there
 
 Every round starts every system anew in its own processes, one after the other, so that slow moments of the machine fall
 on all of them. Times are medians over all steps of all rounds; memory is the peak of private pages plus the
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from ranks import free_port, rank_environment
 
+BESIDE = " (beside)"
 SHAPES = {
     "gpt2-124m": dict(vocabulary=50257, context=1024, layers=12, heads=12, hidden=768),
     "wide": dict(vocabulary=4096, context=1024, layers=2, heads=16, hidden=2048),
@@ -40,6 +42,8 @@ def main() -> None:
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         sys.exit(f"unknown systems {unknown}; choose from {list(SYSTEMS)}")
+    if args.beside:
+        names = [entry for name in names for entry in ([name, name + BESIDE] if name.startswith("shardwise") else [name])]
     results: dict[str, list[dict]] = {name: [] for name in names}
     for number in range(args.rounds):
         for name in names:
@@ -58,8 +62,10 @@ def launch(name: str, args: argparse.Namespace) -> dict:
         processes = []
         for rank in range(args.ranks):
             env = {**rank_environment(rank, args.ranks, port), "CCL_LOG_LEVEL": "error"}
+            if name.endswith(BESIDE):
+                env["PYTHONPATH"] = str(Path(args.beside) / "src")
             out = Path(directory) / f"rank-{rank}.json"
-            command = [sys.executable, __file__, "--worker", name, "--out", str(out), *passed_on(args)]
+            command = [sys.executable, __file__, "--worker", name.removesuffix(BESIDE), "--out", str(out), *passed_on(args)]
             log = open(Path(directory) / f"rank-{rank}.log", "w")  # noqa: SIM115  closed after the process
             processes.append((subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT), out, log))
         deadline = time.monotonic() + args.timeout_s
@@ -204,6 +210,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--only", action="append")
     parser.add_argument("--option", action="append", default=[], help="name=number, an option of shard() for shardwise systems")
+    parser.add_argument("--beside", help="the directory of another version, whose stages are run in turn with these")
     parser.add_argument("--timeout-s", type=float, default=600)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)

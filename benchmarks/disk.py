@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import fio
-import ranks  # noqa: F401  the standard library's `profile` is not ours
 from shardwise import native
 from shardwise.tiers import DiskFile, aligned_memory
 from shardwise.tiers.io import BLOCK_BYTES, NUM_THREADS, NativeIo, PythonIo

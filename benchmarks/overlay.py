@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-import ranks  # noqa: F401  puts the standard library before this directory
 from shardwise.tiers import OverlaidBuffer, make_full_buffer
 
 NUM_BYTES = 28 << 20

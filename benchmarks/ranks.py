@@ -6,10 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-
-if Path(sys.path[0]) == Path(__file__).parent:  # torch imports the standard library's `profile`, not our script of that name
-    sys.path.append(sys.path.pop(0))
 
 
 def free_port() -> int:

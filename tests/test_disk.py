@@ -129,6 +129,7 @@ SHIM = """
 #include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <algorithm>
 #include <atomic>
 static std::atomic<int> calls{0};
 template <class Real> static ssize_t shimmed(Real real, int fd, const iovec *parts, int count, off_t at) {
@@ -138,7 +139,7 @@ template <class Real> static ssize_t shimmed(Real real, int fd, const iovec *par
   if (!strcmp(fault, "broken") && call == 4) { errno = EIO; return -1; }
   if (!strcmp(fault, "short")) {
     iovec first = parts[0];
-    if (first.iov_len > 512) first.iov_len = 512 + (call % 5) * 64;
+    first.iov_len = std::min<size_t>(first.iov_len, 512 + (call % 5) * 64);  // never past the end of the caller's memory
     return real(fd, &first, 1, at);
   }
   return real(fd, parts, count, at);

@@ -71,6 +71,15 @@ def test_core_import_needs_only_torch() -> None:
                 assert top in allowed or top in sys.stdlib_module_names, f"{path} imports {name}"
 
 
+def test_no_script_hides_a_module_of_the_standard_library() -> None:
+    """A script's own directory comes first on the path: `profile.py` beside it would break whoever imports cProfile."""
+    import sys
+
+    for directory in ("benchmarks", "examples", "tests"):
+        found = {path.stem for path in (SOURCE.parent.parent / directory).glob("*.py")}
+        assert found and not found & set(sys.stdlib_module_names)
+
+
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
         "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",

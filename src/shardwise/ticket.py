@@ -6,6 +6,7 @@ back into a Run; they only move bytes.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -145,13 +146,23 @@ class _Job(Ticket):
             raise self._error
 
 
-class Lane:
-    """One daemon thread and a queue of jobs, run strictly in order."""
+_PATIENCE_S = 1.0  # for work that is under way when the script ends
+_LIMIT_S = 5.0  # for it to end after it was interrupted
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()  # those whose thread was started
 
-    def __init__(self, name: str) -> None:
+
+class Lane:
+    """One daemon thread and a queue of jobs, run strictly in order.
+
+    `interrupt`, if given, makes a job that waits for other ranks raise; it is called when the script ends in the middle of one.
+    """
+
+    def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
         self._name = name
+        self._interrupt = interrupt
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: _Job | None = None
         weakref.finalize(self, self._jobs.put, None)  # a run that nobody closed takes its thread along
 
     def submit(self, work: Callable[[], None]) -> Ticket:
@@ -159,7 +170,8 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
-        job = _Job(work)
+            _lanes.add(self)
+        self._last = job = _Job(work)
         self._jobs.put(job)
         return job
 
@@ -170,6 +182,37 @@ class Lane:
             self._thread.join(timeout=10.0)
             if not self._thread.is_alive():
                 self._thread = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a thread to end."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def interrupt(self, patience_s: float) -> None:
+        """Unless what is queued ends within `patience_s`, have it raise."""
+        if self._last is not None and not self._last.is_done_within(patience_s) and self._interrupt is not None:
+            self._interrupt()
+
+    def end(self) -> None:
+        """End the thread, whatever its jobs came to."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=_LIMIT_S)
+
+
+@atexit.register
+def _end_lanes() -> None:
+    """No thread of ours may be inside torch when the interpreter is finalized.
+
+    Python ends a daemon thread when it next asks for the interpreter's lock, by unwinding its stack. Inside C++ code that may
+    not be unwound this ends the process with SIGABRT.
+    """
+    lanes = [lane for lane in _lanes if lane.is_running]
+    deadline = time.monotonic() + _PATIENCE_S
+    for lane in lanes:
+        lane.interrupt(max(deadline - time.monotonic(), 0.0))
+    for lane in lanes:
+        lane.end()
 
 
 def _work_off(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -64,8 +64,8 @@ class CombinedTransport(Transport):
         self._reduce_mail = Mailboxes(self._host, self._chunk_bytes, self.watch)
         self._meeting = Meeting(self._host, self.watch)
         self._shards = HostShards(world, self._host)
-        self._gather_lane = Lane("shardwise-gather")
-        self._reduce_lane = Lane("shardwise-reduce")
+        self._gather_lane = Lane("shardwise-gather", self.interrupt)
+        self._reduce_lane = Lane("shardwise-reduce", self.interrupt)
         self._sums: dict[torch.dtype, tuple[_HostSums, _HostSums]] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
@@ -223,6 +223,12 @@ class CombinedTransport(Transport):
         """The same with an fp32 wire."""
         mail = self._gather_mail.num_bytes + self._reduce_mail.num_bytes
         return mail + (4 * len(self._hosts) + 1) * self._chunk_bytes
+
+    def interrupt(self) -> None:
+        """Also messages are no longer waited for."""
+        super().interrupt()
+        self._gather_messages.interrupt()
+        self._reduce_messages.interrupt()
 
     def close(self) -> None:
         """End the lanes; memory goes with the last reference."""

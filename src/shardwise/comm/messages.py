@@ -9,6 +9,7 @@ reference.
 from __future__ import annotations
 
 import collections
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from shardwise.comm.world import World
 
+_NO_TAG = (1 << 31) - 1
+"""Of a message that nobody sends."""
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()  # ranks of one world make their groups in the same order
 
 
@@ -29,8 +32,16 @@ class Messages:
         ranks = tuple(dist.get_process_group_ranks(world.group))
         prefix = f"shardwise-messages-{'-'.join(map(str, ranks))}-{_made[ranks]}"
         _made[ranks] += 1
+        self._rank = world.rank
         store = c10d.PrefixStore(prefix, c10d._get_default_store())
         self._group: Any = dist.ProcessGroupGloo(store, world.rank, world.world_size, timedelta(minutes=30))
+
+    def interrupt(self) -> None:
+        """Have every wait for a message raise, here and on the peers: a wait that times out closes the connections."""
+        peer = 1 if self._rank == 0 else 0
+        nothing = torch.empty(1)
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, values: torch.Tensor, peer: int, tag: int) -> Any:
         """Start sending; `values` must not change before the returned work has ended."""

@@ -49,8 +49,8 @@ class PairwiseTransport(Transport):
         super().__init__(world, timeout_s)
         self._gather_messages = Messages(world)
         self._reduce_messages = Messages(world)
-        self._gather_lane = Lane("shardwise-gather")
-        self._lane = Lane("shardwise-reduce")
+        self._gather_lane = Lane("shardwise-gather", self.interrupt)
+        self._lane = Lane("shardwise-reduce", self.interrupt)
         self._limit_bytes = exchange_bytes
         self._largest_shard_numel = 1 << 62
         self._sets: dict[torch.dtype, tuple[_ExchangeSet, _ExchangeSet]] = {}
@@ -167,6 +167,12 @@ class PairwiseTransport(Transport):
     def exchange_bytes(self) -> int:
         """Both sets, for each wire dtype in use."""
         return sum(s.num_bytes for pair in self._sets.values() for s in pair)
+
+    def interrupt(self) -> None:
+        """Also messages are no longer waited for."""
+        super().interrupt()
+        self._gather_messages.interrupt()
+        self._reduce_messages.interrupt()
 
     def close(self) -> None:
         """End the lanes."""

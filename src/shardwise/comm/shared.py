@@ -108,9 +108,9 @@ class SharedTransport(Transport):
         self._mail = Mailboxes(world, self._chunk_bytes, self.watch)
         self._meeting = Meeting(world, self.watch)
         self._shards = HostShards(world, world)
-        self._lane = Lane("shardwise-exchange")
+        self._lane = Lane("shardwise-exchange", self.interrupt)
         self._gather_mail: Mailboxes | None = None  # where shards are away every gather is an exchange: it has a lane of its own
-        self._gather_lane = Lane("shardwise-gather")
+        self._gather_lane = Lane("shardwise-gather", self.interrupt)
         self._peer_shards: PeerShards | None = None
         self._overlays: set[int] = set()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}

@@ -178,6 +178,10 @@ class Transport(ABC):
         """Its name and, where that needs one, the reason it was taken."""
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
+    def interrupt(self) -> None:
+        """The script ends in the middle of an exchange: have whoever waits for other ranks raise."""
+        self.watch.give_up()
+
     def close(self) -> None:  # noqa: B027  not every transport has threads
         """End threads and give buffers back."""
 

@@ -206,6 +206,10 @@ class Watch:
             full = self._failure = " ".join([text, *accounts, _REMEDY])
         return TransportError(full)
 
+    def give_up(self) -> None:
+        """The script has ended while ranks exchange: wait for nobody, and tell those who wait for this rank."""
+        self._mark_failed(f"The script of rank {self.world.rank} has ended.")
+
     def _mark_failed(self, text: str) -> None:
         self._failure = self._failure or text
         if self._host is not None:

@@ -50,7 +50,8 @@ class RankPool:
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="shardwise-pool-"))
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "shardwise.testing"])  # imported once, not once per rank
+        # Imported once, not once per rank; the last one is what torch imports at an optimizer's first step.
+        context.set_forkserver_preload(["torch", "shardwise.testing", "torch._dynamo"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, str(self._directory), theirs), daemon=True)

@@ -6,6 +6,7 @@ calls, and let other Python threads run. A Ticket holds the memory of its reques
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -95,38 +97,60 @@ class NativeIo(IoEngine):
 
     def __init__(self, library: ctypes.CDLL, num_threads: int, block_bytes: int, delay_us: int) -> None:
         self._library = library
-        self._handle = library.sw_io_open(num_threads, block_bytes, delay_us)
+        self._handle: int | None = library.sw_io_open(num_threads, block_bytes, delay_us)
+        self._calls = threading.Condition()  # reentrant: a request that is collected inside waits for itself
+        self._num_calls = 0  # that use the handle now
         if not self._handle:
             raise DiskError(errno.EAGAIN, f"the disk engine could not start {num_threads} threads.")
 
     def start(self, file: File, memory: torch.Tensor, offset: int, *, writes: bool) -> Ticket:
         """Queue one request."""
-        if self._handle is None:
-            raise _closed(file)
         length = memory.numel() * memory.element_size()
-        number = self._library.sw_io_submit(self._handle, file.descriptor, writes, memory.data_ptr(), offset, length)
+        with self._calling() as handle:
+            if handle is None:
+                raise _closed(file)
+            number = self._library.sw_io_submit(handle, file.descriptor, writes, memory.data_ptr(), offset, length)
         if number < 0:
             raise DiskError(errno.ENOMEM, f"no memory to queue a request of {length} bytes for {file.path}.")
         return _NativeRequest(self, number, file, memory, offset, writes)
 
     def wait(self, number: int, timeout_s: float) -> tuple[int, int, int] | None:
         """(errno, offset, length) of a request, or None if it is still under way."""
-        if self._handle is None:  # it has ended, and nobody asked how while that was known
-            return errno.ESHUTDOWN, 0, 0
-        error, at, length = ctypes.c_int(), ctypes.c_int64(), ctypes.c_int64()
-        if self._library.sw_io_wait(self._handle, number, timeout_s, error, at, length) == 1:
-            return None
-        self._library.sw_io_forget(self._handle, number)
-        return error.value, at.value, length.value
+        with self._calling() as handle:
+            if handle is None:  # the engine was closed before this request was waited for
+                return errno.ESHUTDOWN, 0, 0
+            error, at, length = ctypes.c_int(), ctypes.c_int64(), ctypes.c_int64()
+            if self._library.sw_io_wait(handle, number, timeout_s, error, at, length) == 1:
+                return None
+            self._library.sw_io_forget(handle, number)
+            return error.value, at.value, length.value
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[int | None]:
+        """The handle, which `close` does not give up while a call uses it; None if it has."""
+        with self._calls:
+            handle = self._handle
+            self._num_calls += handle is not None
+        try:
+            yield handle
+        finally:
+            if handle is not None:
+                with self._calls:
+                    self._num_calls -= 1
+                    self._calls.notify_all()
 
     def drain(self) -> None:
         """Wait until the queue is empty and no thread is busy."""
-        if self._handle is not None:
-            self._library.sw_io_drain(self._handle)
+        with self._calling() as handle:
+            if handle is not None:
+                self._library.sw_io_drain(handle)
 
     def close(self) -> None:
         """Finish what is queued, end the threads and forget the engine: tickets may outlive it."""
-        handle, self._handle = self._handle, None
+        with self._calls:
+            handle, self._handle = self._handle, None
+            while self._num_calls:  # other threads wait for requests, which end by themselves
+                self._calls.wait()
         if handle is not None:
             self._library.sw_io_close(handle)
 
