@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import transports
 from shardwise.testing import ParityReport, compare_with_plain
 from shardwise.testing.models import GPT, Branchy, ConvNet, FrozenBase, GPTConfig, LSTMModel, UnevenMLP
 
@@ -98,6 +99,44 @@ class Lion(torch.optim.Optimizer):
                 m = self.state[p].setdefault("m", torch.zeros_like(p))
                 p.add_(torch.sign(b1 * m + (1 - b1) * p.grad), alpha=-group["lr"])
                 m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+class Patched:
+    """An attribute of a module of the library, replaced on this rank for a while."""
+
+    def __init__(self, module: Any, name: str, value: Any) -> None:
+        self._module, self._name, self._value = module, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._module, self._name)
+        setattr(self._module, self._name, self._value)
+
+    def __exit__(self, *exc: object) -> None:
+        setattr(self._module, self._name, self._before)
+
+
+def as_hosts(per_host: int) -> Patched:
+    """Pretend that every `per_host` consecutive ranks are a host of their own."""
+    return Patched(transports, "host_identity", lambda: (f"host {dist.get_rank() // per_host}", 0, 0))
+
+
+class ByHost:
+    """Sums the parity reference's gradients inside hosts first, as the combined transport does."""
+
+    def __init__(self, per_host: int) -> None:
+        self._per_host = per_host
+
+    def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        sums = []
+        for start in range(0, len(parts), self._per_host):
+            total = parts[start].clone()
+            for part in parts[start + 1 : start + self._per_host]:
+                total = total + part
+            sums.append(total)
+        total = sums[0]
+        for other in sums[1:]:
+            total = total + other
+        return total
 
 
 def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import time
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from cases import CASES, build, rank
+from cases import CASES, ByHost, as_hosts, build, rank
 from shardwise.observe import delays
 from shardwise.testing import RankPool, compare_with_plain
 from shardwise.testing.models import ConvNet
@@ -27,8 +28,10 @@ STAGES = [0, 1, 2, 3]
 def written_after_steps(stage: int, transport: str, steps: int, longest_s: float, seed: int) -> bool:
     """Every rank changes all parameters right after each step, at a pace of its own."""
     rng = random.Random(seed + rank())
-    run, model, opt, plain, plain_opt = build("paged", "sgd", stage=stage, transport=transport)
-    reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision)
+    with as_hosts(2) if transport == "combined" else contextlib.nullcontext():
+        run, model, opt, plain, plain_opt = build("paged", "sgd", stage=stage, transport=transport)
+    add_up = ByHost(2) if transport == "combined" else None
+    reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision, add_up)
 
     def delay(edge: str) -> None:
         if rng.random() < 0.2:
@@ -60,10 +63,12 @@ def test_writes_right_after_a_step_do_not_reach_slower_ranks_early(pool: RankPoo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", "pairwise"])
+@pytest.mark.parametrize("transport", ["shared", "pairwise", "combined"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_long_race_hunt(pool: RankPool, stage: int, transport: str) -> None:
-    assert pool.run(written_after_steps, stage, transport, 250, 0.002, 17, timeout_s=500) == [True, True]
+def test_a_long_race_hunt(pool: RankPool, pool4: RankPool, stage: int, transport: str) -> None:
+    ranks = pool4 if transport == "combined" else pool
+    found = ranks.run(written_after_steps, stage, transport, 2000, 0.001, 17, timeout_s=900)
+    assert found == [True] * ranks.world_size
 
 
 # -- writes inside forward ----------------------------------------------------------------------------------------

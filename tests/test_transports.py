@@ -17,32 +17,18 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from cases import CASES, build
-from shardwise.comm import segment, transports
+from cases import CASES, ByHost, Patched, as_hosts, build
+from shardwise.comm import segment
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 
 WORKER = Path(__file__).parent / "torchrun_worker.py"
 
 
-class _Patched:
-    """An attribute of a module of the library, replaced on this rank for a while."""
-
-    def __init__(self, module: Any, name: str, value: Any) -> None:
-        self._module, self._name, self._value = module, name, value
-
-    def __enter__(self) -> None:
-        self._before = getattr(self._module, self._name)
-        setattr(self._module, self._name, self._value)
-
-    def __exit__(self, *exc: object) -> None:
-        setattr(self._module, self._name, self._before)
-
-
 def too_little_shared_memory(case: str, limit: int) -> tuple[str, str, bool]:
     rank = dist.get_rank()
     room = limit if rank == 1 else 1 << 60  # one rank's container is smaller: all must decide alike
-    with _Patched(segment, "available_bytes", lambda: room):
+    with Patched(segment, "available_bytes", lambda: room):
         run, model, opt, plain, plain_opt = build(case, "adamw", stage=3)
         text = ""
         try:
@@ -68,7 +54,7 @@ def refused_allocation() -> str:
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    with _Patched(os, "posix_fallocate", full):
+    with Patched(os, "posix_fallocate", full):
         run, *_ = build("gpt", "adamw", stage=3)
     head = run.report().splitlines()[0]
     run.close()
@@ -95,35 +81,11 @@ def test_the_report_names_the_transport(pool: RankPool) -> None:
     assert pool.run(chosen) == [["shared memory", "pairwise", "reference"]] * 2
 
 
-def _as_hosts(per_host: int) -> _Patched:
-    """Pretend that every `per_host` consecutive ranks are a host of their own."""
-    return _Patched(transports, "host_identity", lambda: (f"host {dist.get_rank() // per_host}", 0, 0))
-
-
-class _ByHost:
-    """Sums the parity reference's gradients inside hosts first, as the combined transport does."""
-
-    def __init__(self, per_host: int) -> None:
-        self._per_host = per_host
-
-    def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        sums = []
-        for start in range(0, len(parts), self._per_host):
-            total = parts[start].clone()
-            for part in parts[start + 1 : start + self._per_host]:
-                total = total + part
-            sums.append(total)
-        total = sums[0]
-        for other in sums[1:]:
-            total = total + other
-        return total
-
-
 def on_two_hosts(stage: int, **options: Any) -> tuple[str, ParityReport, int, int]:
-    with _as_hosts(2):
+    with as_hosts(2):
         run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=stage, **options)
     report = compare_with_plain(
-        run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=3, accumulate=2, max_norm=0.5, add_up=_ByHost(2)
+        run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=3, accumulate=2, max_norm=0.5, add_up=ByHost(2)
     )
     run.transport.counters.reset()
     CASES["gpt"].loss(model, 0).backward()
@@ -156,7 +118,7 @@ def test_both_levels_from_disk(pool4: RankPool) -> None:
 
 
 def uneven_hosts() -> str:
-    with _as_hosts(2):
+    with as_hosts(2):
         run, *_ = build("mlp", "sgd", stage=2)
     found = run.transport.label
     run.close()
@@ -175,7 +137,7 @@ class _Host1Full:
 
 
 def one_host_lacks_memory(transport: str) -> str:
-    with _as_hosts(2), _Patched(segment, "available_bytes", _Host1Full()):
+    with as_hosts(2), Patched(segment, "available_bytes", _Host1Full()):
         try:
             run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3, transport=transport)
         except SharedMemoryError as error:

@@ -14,9 +14,8 @@ def main() -> None:
     what = sys.argv[1]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    from cases import CASES, build
+    from cases import CASES, ByHost, build
     from shardwise.testing import compare_with_plain
-    from test_transports import _ByHost
 
     say(f"rank {rank} user chose: {threads.user_chose()}")
     run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=3)
@@ -26,7 +25,7 @@ def main() -> None:
         assert torch.get_num_threads() == int(found.split()[1].strip(","))
         return
     report = compare_with_plain(
-        run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=4, accumulate=2, max_norm=0.5, add_up=_ByHost(2)
+        run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=4, accumulate=2, max_norm=0.5, add_up=ByHost(2)
     )
     say(f"rank {rank}: {run.transport.name}")
     say(f"rank {rank}: {str(report).partition('compared: ')[2]}")
