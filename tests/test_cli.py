@@ -64,6 +64,12 @@ def test_stage_2_own_data_accumulation_bf16(tmp_path: Path) -> None:
     assert "data: 1 files, 900 B" in done.stdout
 
 
+def test_fp16_scales_the_loss() -> None:
+    done = train("--precision", "fp16", "--accumulate", "2", "--steps", "3", "--clip", "1.0")
+    check_trained(done)
+    assert re.search(r"loss scale [1-9]\d*, \d steps skipped", done.stdout), done.stdout
+
+
 def test_training_from_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     places = [word for kind in ("params", "grads", "optimizer") for word in (f"--offload-{kind}", "disk")]
     done = train("--steps", "12", "--clip", "1.0", *places, "--offload-path", str(tmp_path))

@@ -269,11 +269,13 @@ def _loop(
             tokens, targets = corpus.batch(f"{job.seed}/{step}/{micro}/{rank}", job.batch, job.sequence)
             with run.measuring_activations() if step == micro == 0 else contextlib.nullcontext():
                 loss = model(tokens, targets)
-            (loss / job.accumulate).backward()
+            run.scaler.scale(loss / job.accumulate).backward()
             total += loss.detach().float() / job.accumulate
         if job.clip is not None:
+            run.scaler.unscale_(optimizer)
             run.clip_grad_norm_(job.clip)
-        optimizer.step()
+        run.scaler.step(optimizer)
+        run.scaler.update()
         scheduler.step()
         optimizer.zero_grad()
 
@@ -349,8 +351,8 @@ def _summarise(job: Job, run: sw.Run, model: nn.Module, losses: list[float], tok
     for line in run.placement():
         print(line)
     print(f"{loss_verdict(losses)}  {tokens_per_s:,.0f} tokens/s over all ranks, transport: {run.transport.name}")
-    if run.num_skipped_steps:
-        print(f"{run.num_skipped_steps} of {job.steps} steps were skipped: gradients overflowed at the loss scale in force.")
+    if run.scaler.is_enabled():
+        print(f"loss scale {run.loss_scale:g}, {run.num_skipped_steps} steps skipped because gradients overflowed")
     sys.stdout.flush()
 
 

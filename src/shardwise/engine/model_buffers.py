@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Transport, World
-from shardwise.engine.digest import digest
+from shardwise.tiers import checksum
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -86,7 +86,7 @@ def _mark(buffer: torch.Tensor) -> int:
     """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values
     themselves.
     """
-    return digest(_memory_of(buffer))
+    return checksum(_memory_of(buffer).cpu().contiguous())
 
 
 def _memory_of(buffer: torch.Tensor) -> torch.Tensor:

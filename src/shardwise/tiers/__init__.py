@@ -5,7 +5,7 @@ Public names: `Ledger`, `Kind`, `Tier` (bytes per tier and kind, now and at peak
 to the next);
 `DiskFile` (one rank's file, read and written in the background by the engine of `io`); `Shelf` (one kind of state of many Units
 away from the device: `HostShelf`, `DiskShelf`); `Mover` (copies between host and device, and the `Buffers` that everything
-passes through); `Heap` (freed memory that is returned).
+passes through); `Heap` (freed memory that is returned); `checksum`.
 
 Invariants: a FullBuffer keeps one storage object for life, so views saved by autograd are right again after the
 next gather; giving its pages back is exact, so resident memory is what the ledger says. What moves to and from disk passes
@@ -13,7 +13,7 @@ through few buffers, whatever the model's size.
 """
 
 from shardwise.tiers.buffers import Buffer, Buffers
-from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
+from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory, checksum
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer, own_storage
@@ -40,6 +40,7 @@ __all__ = [
     "SparePages",
     "Tier",
     "aligned_memory",
+    "checksum",
     "is_aligned",
     "make_full_buffer",
     "own_storage",
