@@ -164,29 +164,36 @@ def _check_model(model: nn.Module) -> list[ParamInfo]:
             raise ModelError(
                 f"{path!r} is an embedding with sparse=True; its gradients cannot be reduced into flat shards. Use sparse=False."
             )
-    _refuse_overlaps(infos)
+    _refuse_overlaps(model, infos)
     devices = {info.param.device for info in infos}
     if len(devices) > 1:
         raise ModelError(f"parameters are on several devices ({', '.join(map(str, devices))}); move the model to one.")
     return infos
 
 
-def _refuse_overlaps(infos: Sequence[ParamInfo]) -> None:
-    """Two parameters over the same memory would be two after sharding: they must be one parameter with two names."""
+def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
+    """Two tensors over the same memory would be two after sharding: they must be one parameter with two names."""
+    params = {info.name for info in infos}
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
     places = []
-    for info in infos:
-        if not hasattr(info.param, "_shardwise") and info.param.numel():
-            start = info.param.data_ptr()
-            extent = sum((size - 1) * stride for size, stride in zip(info.param.shape, info.param.stride(), strict=True)) + 1
-            places.append((start, start + extent * info.param.element_size(), info.name))
+    for name, tensor in [*((info.name, info.param) for info in infos), *buffers]:
+        if not hasattr(tensor, "_shardwise") and tensor.numel() and tensor.layout == torch.strided:
+            start = tensor.data_ptr()
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            places.append((start, start + extent * tensor.element_size(), name))
     places.sort()
     for (_, end, name), (start, _, other) in itertools.pairwise(places):
-        if start < end:
+        if start >= end or not {name, other} & params:
+            continue
+        if not {name, other} <= params:
             raise ModelError(
-                f"parameters {name!r} and {other!r} are two Parameters over the same memory (tied through .data). Tie them as "
-                "one, "
-                "as in `module.weight = other.weight`, before the optimizer is built."
+                f"{name!r} and {other!r} are a parameter and a buffer over the same memory; after sharding the buffer would not "
+                "follow the parameter. Read the parameter instead, or give the buffer a copy (`.clone()`)."
             )
+        raise ModelError(
+            f"parameters {name!r} and {other!r} are two Parameters over the same memory (tied through .data). Tie them as one, "
+            "as in `module.weight = other.weight`, before the optimizer is built."
+        )
 
 
 def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:

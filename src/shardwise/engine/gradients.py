@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.offload import Offloading
 from shardwise.engine.stages import Held, Stage
+from shardwise.errors import ModelError
 from shardwise.observe import EventLog
 from shardwise.optim import was_zeroed
 from shardwise.partition import Unit, UpdatePiece
@@ -56,6 +57,7 @@ class Gradients:
         self._sums: dict[int, list[torch.Tensor]] = {}  # of gradients that went down, by Unit and piece
         self._tier = Tier.HOST if world.device.type == "cpu" else Tier.DEVICE
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self._units}
+        self._versions: dict[int, dict[int, int]] = {index: {} for index in self._units}  # of what has arrived
         self._order = sorted(self._units, reverse=True)  # last Unit first, until a backward shows the true order
         self._next_order = self._order
         self._buckets = self._fill_buckets(self._order)
@@ -76,7 +78,7 @@ class Gradients:
         """A Unit has become trainable; not during a backward."""
         self._units[unit.index] = unit
         self._units = dict(sorted(self._units.items()))
-        self._arrived[unit.index], self._held[unit.index] = {}, set()
+        self._arrived[unit.index], self._versions[unit.index], self._held[unit.index] = {}, {}, set()
         self._order = self._next_order = [*self._order, unit.index]
         self._buckets = self._fill_buckets(self._order)
         self._flags = self._number_flags()
@@ -91,6 +93,7 @@ class Gradients:
         else:
             self._ledger.take(self._tier, Kind.GRAD, _num_bytes(grad))
         arrived[slot] = grad
+        self._versions[unit.index][slot] = grad._version
         if len(arrived) == len(unit.params) and unit.index not in self._launched:
             self._completed[unit.index] = None
             self._launch_ready()
@@ -142,10 +145,12 @@ class Gradients:
             arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
             self._launched.add(unit.index)
             self._events.emit("reduce", unit.name)
-            sources.append(_LocalGrad(unit, arrived))
-            held = {p.piece.slot_index for p in unit.pieces if adds or (p.master.grad is not None and not self._was_zeroed(p))}
+            source = _LocalGrad(unit, arrived, self._versions[unit.index])
+            self._versions[unit.index] = {}
+            sources.append(source)
+            held = {p.piece.slot_index for p in unit.pieces if adds or (p.grad is not None and not self._was_zeroed(p))}
             ready = self._offload.lend_grad(unit, accumulates=bool(held)) if self._is_away else None
-            sinks.append(_GradShard(unit, self._world.world_size, held, ready))
+            sinks.append(_GradShard(unit, self._world.world_size, held, ready, source.check))
         lengths = [unit.layout.shard_numel for unit in bucket]
         first = bucket[0]
         return self._transport.reduce(
@@ -183,11 +188,11 @@ class Gradients:
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
-    def finish(self, stall_percent: int, asked: Sequence[bool] = ()) -> tuple[int, list[bool]]:
+    def finish(self, stall_percent: int, asked: Sequence[bool] = ()) -> tuple[int, list[bool], bool]:
         """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces.
 
         Ranks also agree on how much they stalled in this step, 0 to 255 percent, and on further questions: returns the largest
-        stall, and which of `asked` any rank has answered with True.
+        stall, which of `asked` any rank has answered with True, and whether any rank has a gradient.
 
         A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks the others what
         they used: a peer may be waiting for exactly that Unit in the middle of its own backward.
@@ -209,7 +214,7 @@ class Gradients:
         for unit in self._units.values():
             self._hand_over(unit, used)
         self._reset()
-        return stall_percent, answers
+        return stall_percent, answers, anyone_has_any
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets[self._position :]:
@@ -249,17 +254,17 @@ class Gradients:
         self._held[unit.index] |= slots
         if self._is_away:
             for piece in unit.pieces:
-                if piece.piece.slot_index in slots and (piece.master.grad is None or self._was_zeroed(piece)):
-                    piece.master.grad = torch.zeros((), dtype=piece.master.dtype, device=unit.device).expand(piece.piece.numel)
+                if piece.piece.slot_index in slots and (piece.grad is None or self._was_zeroed(piece)):
+                    piece.set_grad(torch.zeros((), dtype=piece.master.dtype, device=unit.device).expand(piece.piece.numel))
             return
         grad = unit.grad_memory()
         if self._stage.gathers_grads:
             own = unit.rank * unit.layout.shard_numel
             self._transport.gather(unit.index, grad[own : own + unit.layout.shard_numel], grad).wait()
         for piece in unit.pieces:
-            if piece.piece.slot_index in slots and piece.master.grad is None:
+            if piece.piece.slot_index in slots and piece.grad is None:
                 start = piece.piece.shard_start
-                piece.master.grad = grad[start : start + piece.piece.numel]
+                piece.set_grad(grad[start : start + piece.piece.numel])
 
     def abandon(self) -> None:
         """Forget a backward that raised in its middle.
@@ -318,17 +323,17 @@ class Gradients:
     def _each_grad(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(flag, reduced gradient of a piece) of everything that has one, in order; what is away comes up Unit by Unit."""
         for unit in self._units.values():
-            if any(p.master.grad is not None for p in unit.pieces):
+            if any(p.grad is not None for p in unit.pieces):
                 with self._offload.resident_grad(unit) as whole:
                     for p in unit.pieces:
-                        if p.master.grad is not None and not self._was_zeroed(p):
+                        if p.grad is not None and not self._was_zeroed(p):
                             start = p.piece.shard_start
-                            grad = p.master.grad if whole is None or not self._is_away else whole[start : start + p.piece.numel]
+                            grad = p.grad if whole is None or not self._is_away else whole[start : start + p.piece.numel]
                             yield self._flags[unit.index, p.piece.slot_index], grad
 
     def _power_sums(self, power: float) -> Iterator[torch.Tensor]:
         """Of every piece that has a gradient, in order."""
-        has_all = all(i in self._sums for i, unit in self._units.items() if any(p.master.grad is not None for p in unit.pieces))
+        has_all = all(i in self._sums for i, unit in self._units.items() if any(p.grad is not None for p in unit.pieces))
         if not (self._is_away and power == 2.0 and has_all and not self._offload.grad_factors):
             self._measures = self._is_away
             for _, grad in self._each_grad():
@@ -336,20 +341,20 @@ class Gradients:
             return
         for index, unit in self._units.items():
             for number, piece in enumerate(unit.pieces):
-                if piece.master.grad is not None and not was_zeroed(piece):
+                if piece.grad is not None and not was_zeroed(piece):
                     yield self._sums[index][number]
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every reduced gradient by one number; those that are away when they come up."""
         if self._is_away:
             for index, unit in self._units.items():
-                if any(piece.master.grad is not None for piece in unit.pieces):
+                if any(piece.grad is not None for piece in unit.pieces):
                     self._offload.grad_factors.setdefault(index, []).append(factor.item())
             return
         for unit in self._units.values():
             for piece in unit.pieces:
-                if piece.master.grad is not None:
-                    piece.master.grad.mul_(factor.to(piece.master.grad.dtype))
+                if piece.grad is not None:
+                    piece.grad.mul_(factor.to(piece.grad.dtype))
 
     def non_finite(self) -> list[str]:
         """Names of parameters with an infinite or NaN gradient on any rank, the same list on every rank."""
@@ -381,20 +386,22 @@ class Gradients:
         for index, unit in self._units.items():
             chosen = {slot for slot in self._held[index] if slots is None or (index, slot) in slots}
             for piece in unit.pieces:
-                if piece.piece.slot_index in chosen and piece.master.grad is not None:
+                if piece.piece.slot_index in chosen and piece.grad is not None:
                     if set_to_none:
-                        piece.master.grad = None
+                        piece.set_grad(None)
                     else:
-                        piece.master.grad.zero_()
+                        piece.grad.zero_()
             if set_to_none:
                 self._held[index] -= chosen
+                if not self._held[index]:
+                    unit.renew_grad()
         self.is_scaled &= any(self._held.values())
 
     def drop(self, unit: Unit, slot: int) -> None:
         """Drop one parameter's reduced gradient."""
         for piece in unit.pieces:
             if piece.piece.slot_index == slot:
-                piece.master.grad = None
+                piece.set_grad(None)
         self._held[unit.index].discard(slot)
 
 
@@ -405,9 +412,21 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 class _LocalGrad:
     """The gradient of one backward on this rank, as the flat vector of its Unit; what was not used counts as zero."""
 
-    def __init__(self, unit: Unit, grads: dict[int, torch.Tensor]) -> None:
+    def __init__(self, unit: Unit, grads: dict[int, torch.Tensor], versions: dict[int, int]) -> None:
+        """`versions`: of the gradients when they arrived."""
         self._layout = unit.layout
         self._grads = grads
+        self._versions = versions
+
+    def check(self) -> None:
+        """Refuse gradients that were changed after autograd had handed them over."""
+        for slot, grad in self._grads.items():
+            if grad._version != self._versions[slot]:
+                raise ModelError(
+                    f"the gradient of parameter {self._layout.slots[slot].name!r} was changed in place after autograd had handed "
+                    "it over: a custom Function's backward, or a hook, changes a gradient that it shares with this parameter. "
+                    "Return a new tensor there instead (`grad * 2`, not `grad.mul_(2)`)."
+                )
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
         """Copy a range, whatever it spans."""
@@ -431,8 +450,8 @@ class _LocalGrad:
 class _GradShard:
     """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
 
-    def __init__(self, unit: Unit, divisor: float, held: set[int], ready: Ticket | None) -> None:
-        """Slots in `held` accumulate; what they had before is there when `ready` has ended."""
+    def __init__(self, unit: Unit, divisor: float, held: set[int], ready: Ticket | None, check: Callable[[], None]) -> None:
+        """Slots in `held` accumulate; what they had before is there when `ready` has ended. `check` is called last."""
         grad = unit.grad_memory()
         self._ready = ready
         self._layout = unit.layout
@@ -441,6 +460,7 @@ class _GradShard:
         self._held = held
         self._is_all_held = len(self._held) == len(unit.pieces)
         self._divisor = divisor
+        self._check = check
 
     def place(self, start: int, numel: int) -> torch.Tensor | None:
         """Where nothing is held yet the sum may be formed in the gradient itself."""
@@ -448,6 +468,8 @@ class _GradShard:
 
     def __call__(self, start: int, total: torch.Tensor) -> None:
         """Average, and keep or accumulate."""
+        if start + total.numel() == self._mine.numel():
+            self._check()
         if self._divisor != 1.0:
             total.div_(self._divisor)
         if self._ready is not None:

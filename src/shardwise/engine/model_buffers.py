@@ -2,8 +2,8 @@
 
 Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers
 that no
-rank has changed are not moved. A training forward that follows another without a backward between them brings them up to
-date itself.
+rank has changed are not moved. Before a training forward ranks ask each other once more, because another forward or user code may
+have changed some since.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm import Transport, World
@@ -48,12 +49,13 @@ class ModelBuffers:
         return [name not in now or _mark(now[name]) != self._marks[name] for name in self._keys]
 
     def before_forward(self, transport: Transport) -> None:
-        """A forward of the whole model begins: if another has changed buffers and no backward has passed since, agree first."""
-        if self._is_idle or not (torch.is_grad_enabled() and self._model.training):
+        """A training forward of the whole model begins: whatever any rank has changed since the last backward is agreed on."""
+        if self._is_idle or not self._keys or not (torch.is_grad_enabled() and self._model.training):
             return
-        changed = self.changed()
-        if any(changed):
-            self.broadcast(transport, changed, tells_autograd=True)
+        flags = torch.tensor(self.changed(), dtype=torch.uint8, device=self._world.device)
+        found = transport.combine(flags, dist.ReduceOp.MAX).tolist()
+        if any(found):
+            self.broadcast(transport, [bool(flag) for flag in found], tells_autograd=True)
 
     def broadcast(self, transport: Transport, chosen: Sequence[bool], *, tells_autograd: bool = False) -> None:
         """Every rank takes rank 0's values of the chosen buffers.

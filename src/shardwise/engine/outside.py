@@ -16,8 +16,8 @@ from torch import nn
 from shardwise.engine.digest import digest
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
-from shardwise.errors import FreedParameterError, RanksDifferError
-from shardwise.partition import FreedView, Handle, ShardedParameter, Unit, flat_values
+from shardwise.errors import RanksDifferError
+from shardwise.partition import COLLECTIVES, FreedView, Handle, ShardedParameter, Unit, flat_values
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -67,7 +67,7 @@ class Outside:
         """Keep Units gathered; on leaving, write changes back to the shards."""
         runtime = self._runtime
         runtime.settle()
-        runtime.absorb_writes(asks_others=True)
+        runtime.absorb_writes()
         runtime.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
         done: list[Unit] = []
         self.num_contexts += 1
@@ -98,7 +98,14 @@ class Outside:
         runtime = self._runtime
         for unit in units:
             unit.absorb()
-        written = runtime.agree_on([int(unit.may_be_written()) for unit in units])  # and nobody gathers any more
+        flags = []
+        for unit in units:
+            is_written = unit.may_be_written()
+            if not is_written and not unit.holds_alias:  # arrays and collectives change memory without a version: look
+                with runtime.offload.resident(unit, keeps_changes=False):
+                    is_written = unit.differs()
+            flags.append(int(is_written))
+        written = runtime.agree_on(flags)  # and nobody gathers any more
         changed = [unit for unit, (_, is_written) in zip(units, written, strict=True) if is_written]
         found = runtime.agree_on([digest(unit.full) for unit in changed]) if changed else []
         for unit, (low, high) in zip(changed, found, strict=True):
@@ -120,10 +127,12 @@ class Outside:
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
         """Gather, run one operation, write its changes back, free. Results that are views become places."""
         runtime = self._runtime
+        runtime.free_lingering()
         units = list(dict.fromkeys(handle.unit for handle in touched))
         was_open = [unit for unit in units if unit.is_gathered]
         with self.opened(units):
-            before = [unit.full._version for unit in units]
+            looks = name.startswith(COLLECTIVES)
+            before = [(unit.full._version, digest(unit.full) if looks else 0) for unit in units]
             with runtime.saved.keeping() as keeps_places:
                 result = function()
             if not keeps_places:  # inside a torch.func transform: values, not places, are in the graph
@@ -132,8 +141,9 @@ class Outside:
             result = without_views(result, touched, name)
             written = [
                 unit
-                for unit, version in zip(units, before, strict=True)
-                if unit not in was_open and (unit.full._version != version or unit.may_be_written())
+                for unit, (version, mark) in zip(units, before, strict=True)
+                if unit not in was_open
+                and (unit.full._version != version or unit.may_be_written() or (looks and digest(unit.full) != mark))
             ]
             if written:
                 for unit in written:
@@ -181,7 +191,7 @@ class Outside:
             runtime.start_afresh()  # the load before this one raised
         if self._loading is None:
             runtime.settle()
-            runtime.absorb_writes(asks_others=True)
+            runtime.absorb_writes()
             runtime.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1
@@ -244,9 +254,11 @@ class Outside:
 
 
 def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
-    """What one operation may hand out when its Units are freed after it: views of them become places."""
+    """What one operation may hand out when its Units are freed after it: views without history become places."""
     if name in _COPIED:
-        return result.copy()
+        copied = result.copy()
+        copied.flags.writeable = False  # what is written there would not reach the parameter
+        return copied
     units = list(dict.fromkeys(handle.unit for handle in touched))
     places = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full_bytes, unit) for unit in units]
 
@@ -260,13 +272,9 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         unit, start = next(((unit, start) for start, end, unit in places if start <= address < end), (None, 0))
         if unit is None:
             return tensor
+        if tensor.requires_grad:
+            return tensor  # part of a graph: its Unit stays gathered for as long as it is used
         slot = unit.layout.slot_at((address - start) // unit.dtypes.compute.itemsize)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise FreedParameterError(
-                f"{name} on parameter {unit.layout.slots[slot].name!r} (Unit {unit.name!r}, rank {unit.rank}) gives a view that "
-                "autograd records; its values would be gone when it is used, because no forward pass keeps them. Do it inside a "
-                "module's forward or `with run.gathered(module):`, or take the view of p.detach()."
-            )
         return FreedView.of(next(h for h in touched if h.unit is unit).at(slot), tensor)
 
     return map_tensors(checked, result)

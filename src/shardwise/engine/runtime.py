@@ -41,7 +41,7 @@ from shardwise.errors import (
     StaleGraphError,
 )
 from shardwise.observe import EventLog, pause
-from shardwise.partition import Handle, Unit, UnitState, drop_own_grad, is_trained, own_grad
+from shardwise.partition import Handle, Unit, UnitState, is_trained, own_grad, set_own_grad
 from shardwise.schedule import Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import Ledger, SparePages
@@ -94,6 +94,8 @@ class Runtime:
         self._keeps_places = self.stage.params is Held.SHARD
         self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
         self._frames: list[Frame] = []
+        self._lingering: dict[int, Unit] = {}  # Units that user code's views keep gathered
+        self._held: list[Unit] = []  # whose memory user code holds over a step
         self._in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
         self._is_scaled = False  # the backward that runs came from a scaled loss
@@ -185,9 +187,10 @@ class Runtime:
         if not _is_inside_autograd() and (self._in_backward or self.outside.is_loading or was_interrupted):
             self.start_afresh()  # the last backward, load or forward was cut short
         if not self._frames and not self._in_backward and not _is_inside_autograd():
+            self.free_lingering()
             if is_root:
                 self.buffers.before_forward(self.transport)
-                self._absorb_whole(only_narrow=True)  # the model computes with what is stored
+                self._round_writes()
             if self.runner is not None:
                 self.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
         frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
@@ -326,13 +329,25 @@ class Runtime:
                 unit.absorb()
                 unit.is_written = True  # kept until all ranks are at a point where it can be written back
                 return
-            self.events.emit("free", unit.name)
-            with outside_transforms():
-                unit.free()
-            if self.runner is not None and not self.transport.watch.has_failed:
-                self.runner.pump()
-            if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
-                self.spare_pages.drop()
+            if unit.is_lent and not unit.is_overlaid:
+                self._lingering[unit.index] = unit
+                return  # somebody uses its memory: a module has returned a view, a hook has kept one. An overlay stays right
+            self._free(unit)
+
+    def free_lingering(self) -> None:
+        """Free Units whose memory was in use when they should have been freed, and no longer is."""
+        lingering, self._lingering = self._lingering, {}
+        for unit in lingering.values():
+            self.free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        self.events.emit("free", unit.name)
+        with outside_transforms():
+            unit.free()
+        if self.runner is not None and not self.transport.watch.has_failed:
+            self.runner.pump()
+        if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
+            self.spare_pages.drop()
 
     # -- backward ---------------------------------------------------------------------------------------------
 
@@ -407,8 +422,8 @@ class Runtime:
         written = [unit.is_written for unit in self.units]
         changed = self.buffers.changed()
         is_scaled = self.needs_scaling and self._is_scaled
-        self.stall_percent, found = self.gradients.finish(self._stall_share(), [*written, *changed])
-        self.gradients.is_scaled |= is_scaled
+        self.stall_percent, found, has_grads = self.gradients.finish(self._stall_share(), [*written, *changed])
+        self.gradients.is_scaled |= is_scaled and has_grads
         self._is_scaled = False
         if self.runner is not None:
             self.runner.observe(self.stall_percent)
@@ -429,25 +444,23 @@ class Runtime:
             for slot, param in enumerate(unit.params):
                 grad = own_grad(param)
                 if grad is not None:
-                    drop_own_grad(param)
+                    set_own_grad(param, None)
                     self._listen(unit, slot, param)
                     self.arrive(unit.index, slot, grad)
 
-    def store_written(self, units: Sequence[Unit] | None = None) -> None:
+    def store_written(self, units: Sequence[Unit]) -> None:
         """Write what user code changed in gathered parameters back to the shards. All ranks must have made the same change."""
-        units = [unit for unit in self.units if unit.is_written] if units is None else units
         if not units:
             return
-        marks = [digest(unit.full) if unit.is_written else -1 for unit in units]
+        marks = [digest(unit.full) if unit.is_written or unit.is_always_full else -1 for unit in units]
         found = self.agree_on(marks)
         for unit, (low, high) in zip(units, found, strict=True):
             if low != high:
                 self._forget_writes(units)
                 raise RanksDifferError(
-                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed in place by user "
-                    "code, and "
-                    "not alike on every rank: one value cannot stand for all, so the change was dropped. Make the same change on "
-                    "every rank (all-reduce what it depends on), or keep such values in a buffer."
+                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed by user code, and not "
+                    "alike on every rank: one value cannot stand for all, and nothing was stored. Make the same change on every "
+                    "rank (seed alike, or all-reduce what it depends on), or keep such values in a buffer."
                 )
         for unit in units:
             with self.offload.resident(unit, keeps_changes=True):
@@ -521,31 +534,37 @@ class Runtime:
             unit.unpin()
             self.free(unit)
         self.absorb_writes()
+        self._held = [unit for unit in self.units if unit.is_gathered and not unit.is_always_full]
+        for unit in self._held:  # their memory is used by somebody: it shows the new values after the step
+            self._free(unit)
         self.offload.settle()
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
 
-    def absorb_writes(self, *, asks_others: bool = False) -> None:
-        """Bring masters and shards up to date with what user code wrote into parameters.
-
-        `asks_others`: also what other ranks have written counts; in a step they have said so when backward ended.
-        """
-        self._absorb_whole()
-        if not asks_others or not self._keeps_places:
-            self.store_written()
-            return
+    def absorb_writes(self) -> None:
+        """Bring masters and shards up to date with what user code, on any rank, wrote into parameters."""
+        if self._keeps_places:
+            for unit in self.units:
+                if unit.is_scribbled:
+                    self.gather(unit)  # an overlay: nobody else is needed
+                    unit.is_written = True
+        for unit in self.units:
+            # Of values that are stored in fewer bits the masters would win: look at all of them, whatever versions say.
+            if unit.is_always_full and (unit.may_be_written() or (unit.is_narrow and unit.differs())):
+                unit.absorb()
+                unit.is_written = True
         found = self.agree_on([int(unit.is_written) for unit in self.units])
         self.store_written([unit for unit, (_, is_written) in zip(self.units, found, strict=True) if is_written])
 
-    def _absorb_whole(self, *, only_narrow: bool = False) -> None:
-        """The same for parameters that are always whole; `only_narrow`: only where they are stored in fewer bits."""
+    def _round_writes(self) -> None:
+        """The model computes with what is stored, also where user code has just written more digits."""
         for unit in self.units:
-            is_narrow = unit.dtypes.stored != unit.dtypes.compute
-            if unit.is_always_full and (is_narrow or not only_narrow) and unit.may_be_written():
+            if unit.is_always_full and unit.is_narrow and unit.may_be_written():
                 unit.absorb()
                 with self.offload.resident(unit, keeps_changes=True):
                     unit.store_from_full()
                 unit.note_versions()
+                unit.is_written = True  # ranks have yet to agree that they have made the same change
 
     def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called, by which this rank's pieces have lost their gradients."""
@@ -570,6 +589,10 @@ class Runtime:
         self.num_steps += 1
         self.transport.watch.step = self.num_steps
         self.publish()
+        for unit in self._held:
+            if unit.is_lent:
+                self.gather(unit)
+        self._held = []
         self.events.emit("step")
 
     def unscale(self, factor: float) -> bool:
@@ -683,7 +706,8 @@ class Runtime:
             return None
         if self.stage.gathers_grads:
             view = unit.layout.slots[slot]
-            held = next((p.master.grad for p in unit.pieces if p.piece.slot_index == slot), None)
+            unit.grad_is_lent = True
+            held = next((p.grad for p in unit.pieces if p.piece.slot_index == slot), None)
             return None if held is None else held.as_strided(view.shape, view.stride)
         raise FreedParameterError(
             f".grad of parameter {unit.layout.slots[slot].name!r} (rank {self.world.rank}): the gradient was reduced and only "

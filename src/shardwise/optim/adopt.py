@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.errors import OptimizerError
 from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
+from shardwise.optim.guarded import GuardedPiece
 from shardwise.partition import ParamInfo, Piece, Unit, UpdatePiece
 
 
@@ -115,6 +116,7 @@ class Adopted:
         self._mark = mark
         self._group_of: dict[tuple[int, int], int] = {}  # by Unit and slot, frozen parameters included
         self._pieces: dict[int, nn.Parameter] = {}  # what groups may hold, by id
+        self._are_whole = all(unit.span.numel == unit.layout.numel for unit in units)
         self._outermost: FrameType | None = None  # the call of step() that is running
         self._params: list[list[nn.Parameter]] | None = None  # of every group, while the body of a streamed step runs
         numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -143,7 +145,16 @@ class Adopted:
 
     def _know(self, piece: UpdatePiece) -> nn.Parameter:
         self._pieces[id(piece.master)] = piece.master
+        if not self._are_whole:
+            piece.master.__class__ = GuardedPiece
         return piece.master
+
+    def _open(self, *, is_open: bool = True) -> None:
+        """Let the optimizer itself use the pieces; nobody else may."""
+        if not self._are_whole:
+            wanted = nn.Parameter if is_open else GuardedPiece
+            for piece in self._pieces.values():
+                piece.__class__ = wanted
 
     def add(self, unit: Unit) -> None:
         """A Unit that was frozen has pieces now: they join the groups that listed its parameters."""
@@ -170,14 +181,17 @@ class Adopted:
         self._listener.before_step(closure is not None)
         self._outermost = caller
         self._hide(optimizer)
+        self._open()
         if closure is None:
             return None
 
         def followed() -> Any:
             self._show(optimizer)
+            self._open(is_open=False)
             loss = closure()
             self._listener.after_closure()
             self._hide(optimizer)
+            self._open()
             return loss
 
         return (args[0],), {**kwargs, "closure": followed}
@@ -190,6 +204,7 @@ class Adopted:
         if self._stream is not None:
             self._stream()
         self._outermost = None
+        self._open(is_open=False)
         self._listener.after_step()
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
@@ -207,6 +222,7 @@ class Adopted:
     def _recover(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that raised in its middle, in its body or in another hook, never came to its end."""
         self._show(optimizer)
+        self._open(is_open=False)
         self._outermost = None
 
     def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
@@ -252,12 +268,20 @@ class Adopted:
 
     # -- zero_grad and state dicts ----------------------------------------------------------------------------
 
-    def cleared(self, *, set_to_none: bool) -> None:
+    def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called."""
+        is_stepping = self._outermost is not None  # a closure calls it
+        self._open()
+        try:
+            type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
+        finally:
+            self._open(is_open=is_stepping)
         self._listener.cleared(self._group_of.keys(), set_to_none=set_to_none)
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._recover(optimizer)
+        for param in [param for param in optimizer.state if id(param) not in self._pieces and not optimizer.state[param]]:
+            del optimizer.state[param]  # somebody asked for the state of a whole parameter, which made an entry
         if self._stream is not None and self._stream.has_states:
             raise _not_in_optimizer(optimizer)
 
@@ -296,8 +320,7 @@ class _ZeroGrad:
         self._adopted = adopted
 
     def __call__(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
-        self._adopted.cleared(set_to_none=set_to_none)
+        self._adopted.zero_grad(optimizer, set_to_none=set_to_none)
 
 
 def _is_above(frame: FrameType, below: FrameType | None) -> bool:

@@ -117,7 +117,7 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
         for group in clone.param_groups:
             if "lr" in group:
                 group["lr"] = 0.1  # the user's may be too small for a difference to show
-    for exponent in (0, 1, -1)[:_STEPS]:
+    for exponent in (0, 4, -1)[:_STEPS]:  # the large one for statistics that act above a limit only
         for number, params in enumerate(whole):
             for position, param in enumerate(params):
                 # Groups have gradients of different sizes, so that a norm over all of them differs from one over some.

@@ -17,7 +17,7 @@ from shardwise.tiers import QUANTUM, Shelf, whole_quanta
 
 def was_zeroed(update: UpdatePiece) -> bool:
     """Whether what stands for a gradient on disk was written to: only `zero_grad(set_to_none=False)` does that."""
-    return update.master.grad is not None and update.master.grad._version > 0
+    return update.grad is not None and update.grad._version > 0
 
 
 @dataclasses.dataclass

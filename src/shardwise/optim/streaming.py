@@ -174,7 +174,7 @@ class StreamedStep:
                     self._buffers.give(buffer)
 
     def _is_due(self, update: UpdatePiece) -> bool:
-        return update.master.grad is not None and id(update.master) in self._group_of
+        return update.grad is not None and id(update.master) in self._group_of
 
     @staticmethod
     def _on_disk(region: Region) -> tuple[list[DiskShelf], list[DiskShelf]]:
@@ -321,11 +321,11 @@ class _Part:
         self._place = slice(run.at + low - run.low, run.at + high - run.low)
         master, own = region.master_shelf, update.piece.shard_start
         self.master = run.unit.master[self._span] if master is None else self._on(master)
-        assert update.master.grad is not None
+        assert update.grad is not None
         if region.grad is not None:
             self.grad = self._on(region.grad)
         else:
-            self.grad = update.master.grad[low - own : high - own].to(self.master.device)
+            self.grad = update.grad[low - own : high - own].to(self.master.device)
         self.stored = self._stored() if step.is_native else None
         """Where the kernel may round the new masters to, if the stored parameters are in memory and beside them."""
 

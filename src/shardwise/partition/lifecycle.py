@@ -129,10 +129,10 @@ def own_grad(param: torch.Tensor) -> torch.Tensor | None:
     return grad
 
 
-def drop_own_grad(param: torch.Tensor) -> None:
-    """Forget that gradient."""
+def set_own_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Replace that gradient."""
     with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, None)
+        _GRAD.__set__(param, grad)
 
 
 def is_trained(param: torch.Tensor) -> bool:
@@ -198,8 +198,7 @@ class ShardedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-# Answered from the placeholder, which has the true shape, dtype and device and no values.
-_METADATA = frozenset(
+METADATA = frozenset(
     {
         "shape",
         "dtype",
@@ -270,6 +269,9 @@ _METADATA = frozenset(
         "is_tensor",
     }
 )
+"""Operations that need no values: answered from the placeholder, which has the true shape, dtype and device."""
+COLLECTIVES = "torch.distributed"
+"""Their names begin so; they change tensors without counting a version."""
 _GEOMETRY = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
 _CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"})
 """Give the tensor itself back where nothing would change."""
@@ -284,9 +286,11 @@ _REFUSED = {
     "__dlpack__": "Memory can be handed out only while the parameter is gathered: do it inside `with run.gathered(module):`.",
     "set_": "Give it values with copy_(), or set_() it inside `with run.gathered(module):`.",
     "tying through .data": "Tie parameters as one, `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
+    "training a view": "It is a place in a sharded parameter, without memory of its own: take a copy, `.detach().clone()`.",
     "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
 }
 """What cannot be done to a freed parameter, and what to do instead."""
+_PAST_PYTHON = "below Python, as in torch.func transforms,"
 _CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cuda", "cpu", "type", "setting .data"})
 
 
@@ -299,8 +303,10 @@ class _Freed(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Answer questions about metadata; have the owner run anything else with the values in memory."""
         kwargs = kwargs or {}
-        name = _name_of(func)
-        if name in _METADATA or func is torch.autograd.grad:
+        name = name_of(func)
+        if name in METADATA or func is torch.autograd.grad:
+            if name.startswith("new_") and isinstance(args[0], FreedView):
+                args = (torch.empty((), dtype=args[0].dtype, device=args[0].device), *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         touched = [value for value in _flatten((args, kwargs)) if isinstance(value, _Freed)]
@@ -337,7 +343,7 @@ class _Freed(torch.Tensor):
 
     def _is_cast_to_itself(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
-            if _name_of(func) == "contiguous":
+            if name_of(func) == "contiguous":
                 return bool(self._twin().is_contiguous(*args[1:], **kwargs))
             twin = torch.empty((0,), dtype=self.dtype, device=self.device)
             try:
@@ -458,12 +464,39 @@ class FreedView(_Freed):
         """Stand in for `view`, which lies in the full vector of the handle's Unit."""
         unit = handle.unit
         place = (view.data_ptr() - unit.full.data_ptr()) // view.element_size()
-        blank = torch.full((), float("nan"), device=view.device).to(view.dtype).expand(view.shape)
-        stand_in = torch.Tensor._make_subclass(FreedView, blank)
+        # Without memory at all, so that code which does not ask `__torch_function__` (collectives, torch.func) is noticed.
+        stand_in: FreedView = torch.Tensor._make_wrapper_subclass(
+            FreedView, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
+        )
         stand_in._shardwise = handle
         stand_in._geometry = (tuple(view.shape), tuple(view.stride()), place, view.dtype)
         stand_in._epoch = unit.epochs[handle.slot]
         return stand_in
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Whatever arrives here has not asked `__torch_function__`: a collective, or an operation of a torch.func transform."""
+        first = next(value for value in _flatten((args, kwargs)) if isinstance(value, FreedView))
+        raise refusal(first, f"{getattr(func, '_opname', func)} {_PAST_PYTHON}")
+
+    def requires_grad_(self, requires_grad: bool = True) -> FreedView:
+        """Refused: it has no memory of its own to be trained."""
+        if requires_grad:
+            raise refusal(self, "training a view")
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Never: it has no history."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def is_shared(self) -> bool:
+        """It has no memory to share."""
+        return False
 
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._geometry[:2]
@@ -504,6 +537,8 @@ def refusal(param: _Freed, what: str) -> FreedParameterError:
     unit = param._shardwise.unit
     slot = unit.layout.slots[param._shardwise.slot]
     remedy = _REFUSED.get(what)
+    if what.endswith(_PAST_PYTHON):
+        remedy = "Do it inside `with torch.no_grad(), run.gathered(module):`, on every rank."
     if what in _CONVERSIONS:
         remedy = "Convert or move the model before sw.shard(); sw.shard(precision=...) sets the stored and computing dtypes."
     return FreedParameterError(
@@ -512,8 +547,11 @@ def refusal(param: _Freed, what: str) -> FreedParameterError:
     )
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What an operation is called in messages."""
     name = getattr(func, "__name__", None) or str(func)
+    if str(getattr(func, "__module__", "")).startswith(COLLECTIVES):
+        return f"{COLLECTIVES}.{name}"
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", name)
         return attribute if name == "__get__" else f"setting .{attribute}"

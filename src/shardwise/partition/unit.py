@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,10 +21,11 @@ from shardwise.partition.lifecycle import (
     Owner,
     UnitState,
     check_move,
-    drop_own_grad,
     managed_classes,
     own_data,
+    own_grad,
     point_at,
+    set_own_grad,
 )
 from shardwise.tiers import (
     FixedBuffer,
@@ -39,6 +40,7 @@ from shardwise.tiers import (
 )
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time when values are written back
+_num_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # without it only `.data` is noticed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,15 @@ class UpdatePiece:
 
     piece: Piece
     master: nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The piece's reduced gradient, whatever its class answers to others."""
+        return own_grad(self.master)
+
+    def set_grad(self, grad: torch.Tensor | None) -> None:
+        """Give the optimizer this gradient."""
+        set_own_grad(self.master, grad)
 
 
 class Unit:
@@ -103,11 +114,13 @@ class Unit:
         self.num_contexts = 0  # of which run.gathered contexts
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
+        self.may_be_written_while_freed = False  # an alias of it was alive when it was freed
         self.is_written = False  # gathered values were changed by user code and are not in the shards yet
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
         self.is_covered = not is_always_full and len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
         self.grad: torch.Tensor | None = None
+        self.grad_is_lent = False  # user code has been given a view of it
         self.shard_is_away = False  # the shard lives on another tier and is here only while lent
         self.master_is_away = False  # the same for masters that have memory of their own
         self.spare_pages: SparePages | None = None  # where pages of the full vector come from and go to
@@ -118,9 +131,9 @@ class Unit:
         """How often each parameter was given other memory; a view that was taken before is out of date."""
         self._versions: list[int] = []  # of the parameters when they were exposed or last written back
         self._addresses: list[int] = []
-        self._aliases: dict[
-            int, weakref.ref[torch.Tensor]
-        ] = {}  # taken by user code through `.data`, which autograd does not see
+        self._has_lent_data = False  # user code has taken `.data`, through which writes count no version, since the last look
+        self._kept_views: dict[int, weakref.WeakSet[torch.Tensor]] = {}  # those of them that may still be alive, by parameter
+        self._base_uses: list[int] = []  # of each parameter's storage while nobody but the Unit uses it
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
         self._full: FullBuffer | None = None
@@ -150,9 +163,14 @@ class Unit:
         return isinstance(self._full, OverlaidBuffer)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether values are stored in another dtype than they are computed with."""
+        return self.dtypes.stored != self.dtypes.compute
+
+    @property
     def holds_alias(self) -> bool:
         """Whether the shard is this rank's slice of the full vector itself, so that it costs no bytes of its own."""
-        return self.is_always_full and self.dtypes.stored == self.dtypes.compute
+        return self.is_always_full and not self.is_narrow
 
     @property
     def reserved_numel(self) -> int:
@@ -162,7 +180,7 @@ class Unit:
     @property
     def can_overlay(self) -> bool:
         """Whether the full vector, which comes and goes, could be the ranks' shards themselves seen as one."""
-        return not self.is_always_full and not self.shard_is_away and self.dtypes.stored == self.dtypes.compute
+        return not self.is_always_full and not self.shard_is_away and not self.is_narrow
 
     def allocate(self, memory: torch.Tensor, full: FullBuffer | None = None) -> None:
         """Take memory for shard, masters and (if it never goes away) the full vector.
@@ -182,7 +200,8 @@ class Unit:
                 self._full = FixedBuffer(torch.zeros(self.layout.numel, dtype=self.dtypes.compute, device=self.device))
                 self._ledger.take(self._tier, Kind.PARAM, self._full.num_bytes)
         self.master = self._master_memory() if self.is_trainable else self.shard
-        self._blanks = [self._blank_for(slot.shape) for slot in self.layout.slots]
+        blank = torch.full((), float("nan"), dtype=self.dtypes.compute, device=self.device)
+        self._blanks = [blank.expand(slot.shape) for slot in self.layout.slots]
 
     def pieces_of(self, slot: int) -> list[UpdatePiece]:
         """One parameter's pieces in this rank's span."""
@@ -205,15 +224,19 @@ class Unit:
         self._ledger.take(self._tier, Kind.MASTER, self.span.numel * self.dtypes.master.itemsize)
         return torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
 
-    def _blank_for(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.full((), float("nan"), dtype=self.dtypes.compute, device=self.device).expand(shape)
-
     def grad_memory(self) -> torch.Tensor:
         """The reduced gradient of this rank's span, taken on first use and kept."""
         if self.grad is None:
             self.grad = torch.zeros(self.span.numel, dtype=self.dtypes.master, device=self.device)
             self._ledger.take(self._tier, Kind.GRAD, self.grad.numel() * self.grad.element_size())
         return self.grad
+
+    def renew_grad(self) -> None:
+        """The gradient was dropped: if user code has seen its memory, which is its own then, the next one gets other memory."""
+        if self.grad_is_lent and self.grad is not None:
+            self._ledger.give(self._tier, Kind.GRAD, self.grad.numel() * self.grad.element_size())
+            self.grad = None
+        self.grad_is_lent = False
 
     # -- values -----------------------------------------------------------------------------------------------
 
@@ -243,7 +266,7 @@ class Unit:
         is_changed = self._store_changed(self.shard, own) if not self.holds_alias else False
         if self.has_own_master:
             is_changed |= self._store_changed(self.master, self.span.start)
-        if self.is_always_full and self.dtypes.stored != self.dtypes.compute:
+        if self.is_always_full and self.is_narrow:
             self.full.copy_(self.full.to(self.dtypes.stored))  # compute sees what is stored, as after a step
         return is_changed
 
@@ -254,14 +277,26 @@ class Unit:
 
     def lend_alias(self, slot: int, alias: torch.Tensor) -> None:
         """User code has taken `.data` of a parameter: from now on it may be written without autograd's version telling."""
-        self._aliases[slot] = weakref.ref(alias)
+        self._has_lent_data = True
+        self._kept_views.setdefault(slot, weakref.WeakSet()).add(alias)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody else holds memory of the full vector: a view that a module returned, `.data`, an array."""
+        if self._views is None or _num_uses is None:
+            return any(len(views) > 0 for views in self._kept_views.values())
+        own = self.state is UnitState.GATHERED  # then the parameters hold it too
+        for view, base in zip(self._views, self._base_uses, strict=True):
+            if _num_uses(view.untyped_storage()._cdata) > base + own:
+                return True
+        return False
 
     def rebind(self, slot: int) -> None:
         """A parameter was given other memory by `p.data = ...`: views and graphs that mean the old values have lost them."""
         self.epochs[slot] += 1
 
     def may_be_written(self) -> bool:
-        """Whether gathered values may differ from the shards: written through the parameter, through `.data`, or replaced."""
+        """Whether gathered values may differ from the shards: written through the parameter or an alias of it, or replaced."""
         if self.state is not UnitState.GATHERED:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -269,7 +304,34 @@ class Unit:
                 return True
             if any(p.data_ptr() != address for p, address in zip(self.params, self._addresses, strict=True)):
                 return True
-        return bool(self._aliases) and not (isinstance(self._full, OverlaidBuffer) and self._full.is_untouched())
+        if isinstance(self._full, OverlaidBuffer):
+            return not self._full.is_untouched() and self.differs()
+        return (self._has_lent_data or (not self.is_always_full and self.is_lent)) and self.differs()
+
+    def differs(self) -> bool:
+        """Whether this rank's part of the full vector has other values than its shard, or masters, by looking at all of them.
+
+        Always True while those live elsewhere, and where the full vector is the shard.
+        """
+        is_away = self.shard.numel() < self.layout.shard_numel or (self.is_trainable and self.master.numel() < self.span.numel)
+        if self.holds_alias or is_away:
+            return True
+        start = self.rank * self.layout.shard_numel
+        if self._first_difference(self.shard, start):
+            return True
+        return self.has_own_master and self._first_difference(self.master, self.span.start)
+
+    def _first_difference(self, target: torch.Tensor, start: int) -> bool:
+        for at in range(0, target.numel(), _CHUNK_NUMEL):
+            if bool(self._differing(target[at : at + _CHUNK_NUMEL], start + at).any()):
+                return True
+        return False
+
+    def _differing(self, old: torch.Tensor, start: int) -> torch.Tensor:
+        """Where gathered values differ from what `old`, from element `start` on, is stored as."""
+        new = self.full[start : start + old.numel()]
+        was = old.to(self.dtypes.stored).to(new.dtype)
+        return ~((new == was) | (new.isnan() & was.isnan()))
 
     def absorb(self) -> None:
         """Copy values in that user code put in the parameters' place (`p.data = x`, `p.set_(x)`); parameters are views again."""
@@ -304,8 +366,7 @@ class Unit:
                 "them as "
                 "one Parameter, as in `module.weight = other.weight`, before sw.shard()."
             )
-        alias = self._aliases[index]() if index in self._aliases else None
-        if alias is not None and alias.data_ptr() == address:
+        if any(alias.data_ptr() == address for alias in self._kept_views.get(index, ())):
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was given other values by an assignment to "
                 ".data "
@@ -316,15 +377,13 @@ class Unit:
         self.rebind(index)
 
     def _store_changed(self, target: torch.Tensor, start: int) -> bool:
-        stored = self.dtypes.stored
         is_changed = False
         for at in range(0, target.numel(), _CHUNK_NUMEL):
             old = target[at : at + _CHUNK_NUMEL]
-            new = self.full[start + at : start + at + old.numel()]
-            was = old.to(stored).to(new.dtype)
-            differs = ~((new == was) | (new.isnan() & was.isnan()))
+            differs = self._differing(old, start + at)
             if bool(differs.any()):
                 is_changed = True
+                new = self.full[start + at : start + at + old.numel()]
                 old.copy_(torch.where(differs, new.to(old.dtype), old))
         return is_changed
 
@@ -363,7 +422,7 @@ class Unit:
 
     def note_versions(self) -> None:
         """Shards hold what the parameters show now."""
-        self._aliases = {slot: alias for slot, alias in self._aliases.items() if alias() is not None}
+        self._has_lent_data = any(len(views) > 0 for views in self._kept_views.values())
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self.params]
 
@@ -404,6 +463,8 @@ class Unit:
                 flat = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
                 self._views = [own_storage(view) for view in flat]
             self._addresses = [view.data_ptr() for view in self._views]
+            if _num_uses is not None:
+                self._base_uses = [_num_uses(view.untyped_storage()._cdata) for view in self._views]
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
                 param.__class__ = gathered
@@ -428,12 +489,18 @@ class Unit:
             point_at(param, blank)
             param.__class__ = freed
         self.state = UnitState.SHARDED
+        self.may_be_written_while_freed = self.is_overlaid and self.is_lent
         self._give_up_full()
 
     def _give_up_full(self, *, is_quiet: bool = True) -> None:
         assert self._full is not None
         self._ledger.give(self._tier, Kind.BUFFER, self._full.num_bytes)
         self._full.discard(is_quiet=is_quiet)
+
+    @property
+    def is_scribbled(self) -> bool:
+        """Whether an alias that was alive when the Unit was freed has been written since; only an overlay can tell."""
+        return self.may_be_written_while_freed and self._full is not None and not self._full.is_untouched()
 
     def was_written_while_freed(self) -> bool:
         """Whether an alias taken while gathered was written after the Unit was freed: such a write is lost."""
@@ -445,7 +512,7 @@ class Unit:
         `keeps_unit`: parameters keep the Unit alive, because nobody else does yet.
         """
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
-            drop_own_grad(param)
+            set_own_grad(param, None)
             point_at(param, self._blanks[index])
             param._shardwise = Handle(self, index, keeps_unit=keeps_unit)  # type: ignore[attr-defined]
             param.__class__ = freed

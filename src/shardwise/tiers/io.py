@@ -260,7 +260,8 @@ class _PythonRequest(_Request):
             raise self._failure
 
     def __del__(self) -> None:
-        self.ended.wait()  # its memory must outlive the transfer
+        if not sys.is_finalizing():  # then the threads that would end it no longer run
+            self.ended.wait()  # its memory must outlive the transfer
 
 
 def _end(blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None], num_threads: int) -> None:
