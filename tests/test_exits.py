@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise import native
 from shardwise.tiers import aligned_memory
 from shardwise.tiers.io import File, NativeIo, PythonIo
+from test_disk import needs_native
 
 BUSY_LANE = """
 import time
@@ -51,13 +53,10 @@ def test_a_lane_is_not_inside_torch_when_the_interpreter_ends(script: str, expec
     assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr
 
 
-@pytest.mark.parametrize("kind", ["native", "Python"])
-def test_an_engine_is_closed_while_another_thread_waits(tmp_path: Path, kind: str) -> None:
-    library = native.library()
-    if kind == "native" and library is None:
-        kind = "Python"  # not built: the other one stands in
+@pytest.mark.parametrize("library", [None, pytest.param(native.library(), marks=needs_native)], ids=["Python", "native"])
+def test_an_engine_is_closed_while_another_thread_waits(tmp_path: Path, library: Any) -> None:
     for _ in range(20):
-        io = NativeIo(library, 2, 4096, 2000) if kind == "native" and library is not None else PythonIo(2, 4096, 2000)
+        io = PythonIo(2, 4096, 2000) if library is None else NativeIo(library, 2, 4096, 2000)
         descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
         memory = aligned_memory(1 << 16)
         ticket = io.start(File(descriptor, "the file"), memory, 0, writes=True)

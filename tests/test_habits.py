@@ -15,7 +15,7 @@ from habits import HABITS, WHEN, Cell, cells, outcomes
 from shardwise.testing import RankPool
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "habits.md"
-SAMPLE = 31  # one cell in so many, by default; a prime, so that every stage, transport and moment is met
+SAMPLE = 59  # one cell in so many, by default; a prime, so that every stage, transport and moment is met
 BATCH = 40
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -39,12 +39,12 @@ def _once(closes: bool, **options: Any) -> weakref.ref[Any]:
 
 
 def _account() -> dict[str, int]:
-    gc.collect()
-    gc.collect()
-    for _ in range(200):  # a lane's thread ends when it hears that its run is gone
+    for _ in range(100):  # what is under way keeps a run until it has ended; a lane's thread ends when it hears of it
+        gc.collect()
         if not any(thread.name.startswith("shardwise-") for thread in threading.enumerate()):
             break
-        time.sleep(0.01)
+        time.sleep(0.05)
+    gc.collect()
     deleted = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -249,7 +249,8 @@ def test_the_native_adam_gives_the_same_bits_wherever_states_live(pool: RankPool
 def test_the_native_adam_stays_within_its_bound_of_torch(pool: RankPool, stage: int) -> None:
     """docs/numerics.md."""
     offload = sw.Offload(optimizer="host")
-    for report in pool.run(parity, "gpt", optimizer="fused", stage=stage, steps=10, offload=offload):
+    # Not a model with attention: the gradient of a key's bias is zero but for rounding, and Adam makes steps of its sign.
+    for report in pool.run(parity, "mlp", optimizer="fused", stage=stage, steps=10, offload=offload):
         assert report.compared_elements > 0
         assert report.largest <= 1e-5, str(report)
 

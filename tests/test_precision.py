@@ -155,7 +155,7 @@ def stock_scaler(stage: int, transport: str) -> str:
 def test_torchs_own_scaler_is_refused_at_its_first_step_on_every_rank(pool: RankPool, transport: str) -> None:
     for stage in (0, 2, 3):
         for answer in pool.run(stock_scaler, stage, transport):
-            assert "run.scaler.step(optimizer)" in answer
+            assert "run.scaler" in answer
 
 
 def test_torchs_own_scaler_works_on_a_rank_alone() -> None:

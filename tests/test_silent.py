@@ -382,7 +382,7 @@ def patchwork(stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_frozen_parameters_that_differ_between_ranks_are_not_saved(pool: RankPool, stage: int) -> None:
     for answer in pool.run(patchwork, stage):
-        assert "different values on different ranks" in answer
+        assert "not alike on every rank" in answer or "different values on different ranks" in answer, answer
 
 
 def test_a_wait_without_end_is_refused() -> None:

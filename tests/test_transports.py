@@ -172,7 +172,7 @@ def at_odds() -> str:
 def test_ranks_that_meet_for_different_things_are_told() -> None:
     with RankPool(2) as own:
         for text in own.run(at_odds):
-            assert re.search(r"in (fence|gather) \d+ .*at step [01]", text), text
+            assert re.search(r"in (fence|gather|combine) \d+ .*at step [01]", text), text
             assert "they disagree" in text or "gave up" in text or "longer than timeout_s" in text, text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.errors import ConfigError
 
+_HEAD = 8
+_SMALL_BYTES = 4096
 _parts: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}  # by global ranks, of one launch
 
 
@@ -87,12 +90,18 @@ class World:
         """Every rank's `value`, in rank order. Set-up only."""
         if self.world_size == 1:
             return [value]
-        data = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(data)], device=self.device), group=self.group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine.to(self.device), group=self.group)
-        return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        # torch's own all_gather_object needs numpy, and always two rounds; most values are small.
+        data = pickle.dumps(value)
+        framed = len(data).to_bytes(_HEAD, "little") + data
+        rows = self._gather_bytes(framed, _SMALL_BYTES)
+        lengths = [_HEAD + int.from_bytes(row[:_HEAD], "little") for row in rows]
+        if max(lengths) > _SMALL_BYTES:
+            rows = self._gather_bytes(framed, max(lengths))
+        return [pickle.loads(row[_HEAD:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather_bytes(self, data: bytes, room: int) -> list[bytes]:
+        """The first `room` bytes of every rank's data, filled up with zeros."""
+        mine = torch.frombuffer(bytearray(data[:room].ljust(room, b"\0")), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return [ctypes.string_at(part.cpu().data_ptr(), room) for part in parts]

@@ -44,5 +44,6 @@ class GuardedPiece(nn.Parameter):
 def _refusal(what: str) -> OptimizerError:
     return OptimizerError(
         f"{what} on parameters of optimizer.param_groups: they are this rank's pieces, so the result would be this rank's alone. "
-        "Use run.clip_grad_norm_() to clip, run.grad(name) and run.master(name) to read, and model.parameters() to change values."
+        "Use run.clip_grad_norm_() to clip, run.grad(name) and run.master(name) to read, model.parameters() to change values, "
+        "and run.scaler instead of torch.amp.GradScaler."
     )

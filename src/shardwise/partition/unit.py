@@ -133,6 +133,7 @@ class Unit:
         self._addresses: list[int] = []
         self._has_lent_data = False  # user code has taken `.data`, through which writes count no version, since the last look
         self._kept_views: dict[int, weakref.WeakSet[torch.Tensor]] = {}  # those of them that may still be alive, by parameter
+        self._is_untouched = False  # the last look at an overlay found no page of its own
         self._base_uses: list[int] = []  # of each parameter's storage while nobody but the Unit uses it
         self._views: list[torch.Tensor] | None = None
         self._blanks: list[torch.Tensor] = []
@@ -305,7 +306,8 @@ class Unit:
             if any(p.data_ptr() != address for p, address in zip(self.params, self._addresses, strict=True)):
                 return True
         if isinstance(self._full, OverlaidBuffer):
-            return not self._full.is_untouched() and self.differs()
+            self._is_untouched = self._full.is_untouched()
+            return not self._is_untouched and self.differs()
         return (self._has_lent_data or (not self.is_always_full and self.is_lent)) and self.differs()
 
     def differs(self) -> bool:
@@ -470,6 +472,7 @@ class Unit:
                 param.__class__ = gathered
                 point_at(param, view)
         self.note_versions()
+        self._is_untouched = False
         self.state = UnitState.GATHERED
 
     def uncover(self) -> None:
@@ -490,7 +493,9 @@ class Unit:
             param.__class__ = freed
         self.state = UnitState.SHARDED
         self.may_be_written_while_freed = self.is_overlaid and self.is_lent
-        self._give_up_full()
+        if not self._is_untouched:  # else there is nothing to give back, as a look has just shown
+            self._give_up_full()
+        self._is_untouched = False
 
     def _give_up_full(self, *, is_quiet: bool = True) -> None:
         assert self._full is not None
