@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import multiprocessing
 import math
 import os
 import socket
@@ -159,7 +160,10 @@ def _launch(job: Job, ranks: int) -> None:
             rdzv_endpoint="127.0.0.1:0",  # port 0: the system picks a free one
             local_addr="127.0.0.1",
             max_restarts=0,
+            start_method="forkserver",
         )
+        # Ranks are forked from one process that has imported what they need, instead of each importing it.
+        multiprocessing.set_forkserver_preload(["shardwise.cli.train", "torch._dynamo"])
         try:
             elastic_launch(config, _work_or_leave)(job)
         except ChildFailedError as failure:
