@@ -11,8 +11,8 @@ import dataclasses
 import difflib
 import json
 import logging
-import multiprocessing
 import math
+import multiprocessing
 import os
 import socket
 import statistics
