@@ -446,3 +446,24 @@ def test_an_optimizer_that_clips_only_large_norms_is_refused() -> None:
     model = small()
     with pytest.raises(sw.errors.OptimizerError, match="cannot be sharded"):
         sw.shard(model, Clipping(model.parameters(), lr=0.1), stage=1)
+
+
+def differing_in_gathered() -> tuple[str, bool]:
+    run, model, opt, _, _ = both(3, {})
+    before = run.master("2.weight")
+
+    def act() -> None:
+        with run.gathered(), torch.no_grad():
+            model[2].weight.fill_(1.0 + rank())
+
+    found = refused(act)
+    same = torch.equal(run.master("2.weight"), before)
+    model(torch.ones(1, 6)).sum().backward()  # and training goes on
+    opt.step()
+    run.close()
+    return found, same
+
+
+def test_a_refused_change_in_gathered_is_dropped_and_training_goes_on(pool: RankPool) -> None:
+    for text, same in pool.run(differing_in_gathered):
+        assert "not alike on every rank" in text and same, text

@@ -16,7 +16,6 @@ from torch import nn
 from shardwise.engine.digest import digest
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
-from shardwise.errors import RanksDifferError
 from shardwise.partition import COLLECTIVES, FreedView, Handle, ShardedParameter, Unit, flat_values
 
 if TYPE_CHECKING:
@@ -86,12 +85,14 @@ class Outside:
             for unit in done:
                 unit.scopes -= 1
                 unit.num_contexts -= 1
-            if not runtime.transport.watch.has_failed:
-                self._store(done)
-            for unit in done:
-                unit.cover()
-                runtime.free(unit)
-            runtime.transport.fence()
+            try:
+                if not runtime.transport.watch.has_failed:
+                    self._store(done)
+            finally:
+                for unit in done:
+                    unit.cover()
+                    runtime.free(unit)
+                runtime.transport.fence()
 
     def _store(self, units: Sequence[Unit]) -> None:
         """Write what user code changed back to the shards; all ranks must have made the same change."""
@@ -107,14 +108,8 @@ class Outside:
             flags.append(int(is_written))
         written = runtime.agree_on(flags)  # and nobody gathers any more
         changed = [unit for unit, (_, is_written) in zip(units, written, strict=True) if is_written]
-        found = runtime.agree_on([digest(unit.full) for unit in changed]) if changed else []
-        for unit, (low, high) in zip(changed, found, strict=True):
-            if low != high:
-                raise RanksDifferError(
-                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed, but not alike on every "
-                    "rank: each keeps only its own slice, so the whole would be a patchwork. Make the same change on every rank "
-                    "(seed alike, or broadcast the values first)."
-                )
+        if changed:
+            runtime.require_alike(changed)
         for unit in changed:
             with runtime.offload.resident(unit, keeps_changes=True):
                 is_changed = unit.store_from_full()

@@ -452,16 +452,7 @@ class Runtime:
         """Write what user code changed in gathered parameters back to the shards. All ranks must have made the same change."""
         if not units:
             return
-        marks = [digest(unit.full) if unit.is_written or unit.is_always_full else -1 for unit in units]
-        found = self.agree_on(marks)
-        for unit, (low, high) in zip(units, found, strict=True):
-            if low != high:
-                self._forget_writes(units)
-                raise RanksDifferError(
-                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed by user code, and not "
-                    "alike on every rank: one value cannot stand for all, and nothing was stored. Make the same change on every "
-                    "rank (seed alike, or all-reduce what it depends on), or keep such values in a buffer."
-                )
+        self.require_alike(units)
         for unit in units:
             with self.offload.resident(unit, keeps_changes=True):
                 unit.store_from_full()
@@ -470,6 +461,18 @@ class Runtime:
         self.transport.fence()
         for unit in units:
             self.free(unit)
+
+    def require_alike(self, units: Sequence[Unit]) -> None:
+        """Refuse changes that ranks have not all made: each keeps only its own slice of what it sees."""
+        found = self.agree_on([digest(unit.full) if unit.is_gathered else -1 for unit in units])
+        for unit, (low, high) in zip(units, found, strict=True):
+            if low != high:
+                self._forget_writes(units)
+                raise RanksDifferError(
+                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed by user code, and not "
+                    "alike on every rank: one value cannot stand for all, and nothing was stored. Make the same change on every "
+                    "rank (seed alike, or all-reduce what it depends on), or keep such values in a buffer."
+                )
 
     def _forget_writes(self, units: Iterable[Unit]) -> None:
         for unit in units:
