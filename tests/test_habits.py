@@ -83,16 +83,15 @@ def test_the_whole_table_of_habits(pools: dict[str, RankPool]) -> None:
 
 _PREFACE = """# Habits
 
-What user code does around a training step, and what comes of it. Every cell was run by `tests/test_habits.py` at stages 0 to
-3, on
-one rank, on two ranks over shared memory and over pairwise messages, with fp32 and with bf16 storage, against plain training:
-{cells} runs, of which {equal} gave the same losses, parameters, buffers and readings to the last bit and {refused} were refused
-with an error that names the remedy. Nothing else happened in any of them. `make test-slow` writes this page.
+What user code does around a training step, and what comes of it. Every cell was run by `tests/test_habits.py` at stages
+0 to 3, on one rank, on two ranks over shared memory and over pairwise messages, with fp32 and with bf16 storage,
+against plain training: {cells} runs, of which {equal} gave the same losses, parameters, buffers and readings to the
+last bit and {refused} were refused with an error that names the remedy. Nothing else happened in any of them. `make
+test-slow` writes this page.
 
-*equal*: the result of plain training (which may be the same error). *refused at ...*: a `ShardwiseError` at these stages,
-equal at
-the others; an asterisk means only in some of the runs at that stage (with 16-bit storage, or on more than one rank). A dash: not
-tried there.
+*equal*: the result of plain training (which may be the same error). *refused at ...*: a `ShardwiseError` at these
+stages, equal at the others; an asterisk means only in some of the runs at that stage (with 16-bit storage, or on more
+than one rank). A dash: not tried there.
 
 With 16-bit storage a value that is written by hand is rounded to the stored dtype before the next forward; elements that are not
 changed keep the digits of their fp32 masters. Operations on a parameter outside forward gather its Unit at stage 3, run, and free

@@ -197,8 +197,7 @@ class Run:
             if low != high:
                 raise RanksDifferError(
                     f"parameter {name!r}, or one gathered with it, has different values on different ranks: it was changed by "
-                    "hand "
-                    "on some of them, or never averaged. Make the same change on every rank before saving."
+                    "hand on some of them, or never averaged. Make the same change on every rank before saving."
                 )
 
     def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
@@ -446,8 +445,7 @@ class Run:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
             "pickling a run, or a sharded model (torch.save(model)): it is bound to this rank. Save run.full_state_dict() "
-            "instead, "
-            "and load it into a model built anew."
+            "instead, and load it into a model built anew."
         )
 
 

@@ -1,9 +1,8 @@
 """Point-to-point messages between CPU ranks, over a gloo group of one's own.
 
 torch.distributed keeps every group it makes, with its sockets and threads, until all ranks destroy it in the same order.
-Transports
-come and go with their runs, at times that differ between ranks, so theirs are not registered there: they end with their last
-reference.
+Transports come and go with their runs, at times that differ between ranks, so theirs are not registered there: they end with
+their last reference.
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ class Construction:
             first = touched[0].unit
             raise FreedParameterError(
                 f"{name} on parameter {first.layout.slots[touched[0].slot].name!r} of {first.name}: autograd would record it, "
-                "but "
-                f"its values are not kept. {self.remedy()}"
+                f"but its values are not kept. {self.remedy()}"
             )
         return result
 

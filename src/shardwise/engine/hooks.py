@@ -33,8 +33,7 @@ class _Hook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
             "pickling a sharded model (torch.save(model)): it is bound to this rank's run. Save run.full_state_dict() "
-            "instead, and "
-            "load it into a model built anew."
+            "instead, and load it into a model built anew."
         )
 
 
@@ -188,9 +187,8 @@ def _is_lookup(module: nn.Module) -> bool:
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:
     """Which Units each module opens: those placed at it and, of shared parameters placed above their holders, those it holds.
 
-    Where parameters stay whole nothing is opened. Modules below a Unit's own have no hook: if one is called by itself, the
-    touch of
-    its freed parameters is noticed.
+    Where parameters stay whole nothing is opened. Modules below a Unit's own have no hook: if one is called by itself,
+    the touch of its freed parameters is noticed.
     """
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:

@@ -1,9 +1,8 @@
 """The model's buffers (running statistics, codebooks): every rank goes on with rank 0's, as under DistributedDataParallel.
 
 Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers
-that no
-rank has changed are not moved. Before a training forward ranks ask each other once more, because another forward or user code may
-have changed some since.
+that no rank has changed are not moved. Before a training forward ranks ask each other once more, because another forward or
+user code may have changed some since.
 """
 
 from __future__ import annotations

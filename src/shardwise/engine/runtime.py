@@ -158,8 +158,7 @@ class Runtime:
             raise ModelError(
                 f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
                 "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient "
-                "on its "
-                "way, or run.grad(name) after backward()."
+                "on its way, or run.grad(name) after backward()."
             )
         if not unit.is_trainable:
             raise ModelError(
@@ -377,8 +376,7 @@ class Runtime:
             raise StaleGraphError(
                 f"backward needs the values that parameter {unit.layout.slots[place.slot].name!r} (Unit {unit.name!r}, rank "
                 f"{self.world.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by "
-                "hand). "
-                "Run the forward pass again before this backward."
+                "hand). Run the forward pass again before this backward."
             )
         if not _is_inside_autograd():  # somebody looks at a graph: nobody would tell when to free
             with self.outside.opened([unit]):

@@ -1,10 +1,9 @@
 """What autograd keeps of parameters that come and go: their place instead of their values.
 
-While a forward pass runs, every tensor that autograd saves passes through here (`torch.autograd.graph.saved_tensors_hooks`). A
-view of a Unit's full vector is kept as a `Place` and gathered again when backward asks for it, however backward got there; so the
-hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept as it
-is, or
-handed to the hooks that were there before ours.
+While a forward pass runs, every tensor that autograd saves passes through here (`torch.autograd.graph.saved_tensors_hooks`).
+A view of a Unit's full vector is kept as a `Place` and gathered again when backward asks for it, however backward got there;
+so the hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept
+as it is, or handed to the hooks that were there before ours.
 """
 
 from __future__ import annotations

@@ -303,8 +303,7 @@ class Adopted:
             shown = ", ".join(f"{key} {found.get(key)} (here {self._mark[key]})" for key in which)
             raise OptimizerError(
                 f"{type(optimizer).__name__}.load_state_dict: this state dict has the pieces of another rank or run: {shown}. "
-                "Every "
-                "rank must load the one that it saved itself, at the same stage and world size."
+                "Every rank must load the one that it saved itself, at the same stage and world size."
             )
         if self._stream is not None and state.get("state"):
             raise _not_in_optimizer(optimizer)

@@ -1,9 +1,8 @@
 """May this optimizer update flat pieces of parameters? Decided by trying it on small ones.
 
 An element-wise optimizer gives every element the same value whether one optimizer updates all parameters or every rank's own
-optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only
-to give
-a better reason.
+optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only to
+give a better reason.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 def _refused(name: str, reason: str) -> OptimizerError:
     return OptimizerError(
         f"{name} cannot be sharded: {reason}. Every rank updates flat pieces of its own, so the update of an element may "
-        "depend only "
-        "on that element. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)."
+        "depend only on that element. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, ...)."
     )
 
 

@@ -352,27 +352,24 @@ class Unit:
         if view.data_ptr() != address or data.is_shared():
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was moved to shared memory by "
-                "share_memory(), so "
-                "updates would not reach it. Call share_memory() before sw.shard(), on a copy."
+                "share_memory(), so updates would not reach it. Call share_memory() before sw.shard(), on a copy."
             )
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was replaced by a tensor of shape "
                 f"{list(data.shape)}, dtype {data.dtype} on {data.device} (model.to(), .half(), or an assignment to .data); "
-                "it has "
-                f"shape {list(view.shape)}, dtype {view.dtype} on {view.device}. Convert the model before sw.shard()."
+                f"it has shape {list(view.shape)}, dtype {view.dtype} on {view.device}. Convert the model before sw.shard()."
             )
         if self.owner.owns(data.data_ptr()):
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was tied to another one through .data. Tie "
-                "them as "
-                "one Parameter, as in `module.weight = other.weight`, before sw.shard()."
+                "them as one Parameter, as in `module.weight = other.weight`, before sw.shard()."
             )
         if any(alias.data_ptr() == address for alias in self._kept_views.get(index, ())):
             raise ModelError(
                 f"parameter {slot.name!r} (Unit {self.name!r}, rank {self.rank}) was given other values by an assignment to "
-                ".data "
-                "while its old ones are still held through a `.data` taken before; they would be overwritten now. Keep a copy "
+                ".data while its old ones are still held through a `.data` taken before; they would be overwritten now. Keep "
+                "a copy "
                 "instead (`.data.clone()`), or put the old values back first."
             )
         view.copy_(data)
