@@ -93,12 +93,12 @@ def test_a_module_may_return_a_view_of_its_parameter(pool: RankPool, stage: int,
         assert report.is_bitwise, str(report)
 
 
-def kept_aliases(stage: int, options: Options, take: str) -> tuple[bool, bool]:
-    """A forward hook keeps what it sees of a weight; it is read after every step, and the training goes on."""
+def kept_aliases(stage: int, options: Options, take: str, only_rank: int | None = None) -> tuple[bool, bool]:
+    """A forward hook, on all ranks or one, keeps what it sees of a weight; it is read after every step, and training goes on."""
     run, model, opt, plain, plain_opt = both(stage, options)
     kept: dict[int, torch.Tensor] = {}
     reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision)
-    for module in (model, plain):
+    for module in (model, plain) if only_rank in (None, rank()) else ():
         module[2].register_forward_hook(
             lambda mod, _, __: kept.__setitem__(id(mod), mod.weight.data if take == "data" else mod.weight.detach())
         )
@@ -110,7 +110,7 @@ def kept_aliases(stage: int, options: Options, take: str) -> tuple[bool, bool]:
         opt.step()
         opt.zero_grad()
         reference.step(None)
-        same &= torch.equal(kept[id(model[2])], kept[id(plain[2])])
+        same &= not kept or torch.equal(kept[id(model[2])], kept[id(plain[2])])
     values = all(torch.equal(value, reference.masters[name]) for name, value in run.iter_masters())
     run.close()
     return same, values
@@ -120,6 +120,30 @@ def kept_aliases(stage: int, options: Options, take: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize(("stage", "options"), EVERYWHERE)
 def test_what_a_hook_keeps_of_a_weight_follows_it(pool: RankPool, stage: int, options: Options, take: str) -> None:
     assert pool.run(kept_aliases, stage, options, take) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(("stage", "options"), EVERYWHERE)
+def test_one_rank_may_keep_an_alias_alone(pool: RankPool, stage: int, options: Options) -> None:
+    assert pool.run(kept_aliases, stage, options, "detach", 1) == [(True, True)] * 2
+
+
+def scribbled(options: Options) -> str:
+    """A kept alias is written after the step: the next forward would overwrite it."""
+    run, model, opt, _, _ = both(3, options)
+    kept: list[torch.Tensor] = []
+    model[2].register_forward_hook(lambda mod, _, __: kept.append(mod.weight.data))
+    model(torch.ones(1, 6)).sum().backward()
+    opt.step()
+    kept[0].mul_(0.5)
+    found = refused(lambda: model(torch.ones(1, 6)))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"transport": "shared"}, {"transport": "pairwise"}, BF])
+def test_writes_through_an_alias_after_the_step_are_refused(pool: RankPool, options: Options) -> None:
+    for text in pool.run(scribbled, options):
+        assert "Write through the parameter itself" in text, text
 
 
 def written_through_kept(stage: int, options: Options, size: int) -> bool:

@@ -94,8 +94,8 @@ class Runtime:
         self._keeps_places = self.stage.params is Held.SHARD
         self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
         self._frames: list[Frame] = []
-        self._lingering: dict[int, Unit] = {}  # Units that user code's views keep gathered
-        self._held: list[Unit] = []  # whose memory user code holds over a step
+        self._lingering: dict[int, Unit] = {}  # freed Units whose memory user code's views keep
+        self._lent: list[Unit] = []  # those of any rank when the step began
         self._in_backward = False
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
         self._is_scaled = False  # the backward that runs came from a scaled loss
@@ -328,25 +328,22 @@ class Runtime:
                 unit.absorb()
                 unit.is_written = True  # kept until all ranks are at a point where it can be written back
                 return
-            if unit.is_lent and not unit.is_overlaid:
+            self.events.emit("free", unit.name)
+            with outside_transforms():
+                unit.free()
+            if unit.keeps_memory:
                 self._lingering[unit.index] = unit
-                return  # somebody uses its memory: a module has returned a view, a hook has kept one. An overlay stays right
-            self._free(unit)
+            if self.runner is not None and not self.transport.watch.has_failed:
+                self.runner.pump()
+            if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
+                self.spare_pages.drop()
 
     def free_lingering(self) -> None:
-        """Free Units whose memory was in use when they should have been freed, and no longer is."""
-        lingering, self._lingering = self._lingering, {}
-        for unit in lingering.values():
-            self.free(unit)
-
-    def _free(self, unit: Unit) -> None:
-        self.events.emit("free", unit.name)
-        with outside_transforms():
-            unit.free()
-        if self.runner is not None and not self.transport.watch.has_failed:
-            self.runner.pump()
-        if self.spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
-            self.spare_pages.drop()
+        """Give back memory that was in use when its Unit was freed, and no longer is."""
+        for unit in list(self._lingering.values()):
+            unit.give_up_kept()
+            if not unit.keeps_memory:
+                del self._lingering[unit.index]
 
     # -- backward ---------------------------------------------------------------------------------------------
 
@@ -535,9 +532,7 @@ class Runtime:
             unit.unpin()
             self.free(unit)
         self.absorb_writes()
-        self._held = [unit for unit in self.units if unit.is_gathered and not unit.is_always_full]
-        for unit in self._held:  # their memory is used by somebody: it shows the new values after the step
-            self._free(unit)
+        self.free_lingering()
         self.offload.settle()
         self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = time.perf_counter()
@@ -547,15 +542,18 @@ class Runtime:
         if self._keeps_places:
             for unit in self.units:
                 if unit.is_scribbled:
-                    self.gather(unit)  # an overlay: nobody else is needed
+                    unit.reopen() if unit.keeps_memory else self.gather(unit)  # an overlay's needs nobody else
                     unit.is_written = True
         for unit in self.units:
             # Of values that are stored in fewer bits the masters would win: look at all of them, whatever versions say.
             if unit.is_always_full and (unit.may_be_written() or (unit.is_narrow and unit.differs())):
                 unit.absorb()
                 unit.is_written = True
-        found = self.agree_on([int(unit.is_written) for unit in self.units])
-        self.store_written([unit for unit, (_, is_written) in zip(self.units, found, strict=True) if is_written])
+        written = [int(unit.is_written) for unit in self.units]
+        lent = [int(self._keeps_places and not unit.is_overlaid and unit.is_lent) for unit in self.units]
+        found = [flag for _, flag in self.agree_on([*written, *lent])]
+        self._lent = [unit for unit, is_lent in zip(self.units, found[len(written) :], strict=True) if is_lent]
+        self.store_written([unit for unit, is_written in zip(self.units, found, strict=False) if is_written])
 
     def _round_writes(self) -> None:
         """The model computes with what is stored, also where user code has just written more digits."""
@@ -590,10 +588,10 @@ class Runtime:
         self.num_steps += 1
         self.transport.watch.step = self.num_steps
         self.publish()
-        for unit in self._held:
-            if unit.is_lent:
-                self.gather(unit)
-        self._held = []
+        for unit in self._lent:  # somebody, on some rank, uses its memory: it shows the new values
+            self.gather(unit)
+            self.free(unit)
+        self._lent = []
         self.events.emit("step")
 
     def unscale(self, factor: float) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError
+from shardwise.errors import FreedParameterError, ModelError
 from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import (
     Handle,
@@ -35,6 +35,7 @@ from shardwise.tiers import (
     OverlaidBuffer,
     SparePages,
     Tier,
+    checksum,
     make_full_buffer,
     own_storage,
 )
@@ -115,6 +116,8 @@ class Unit:
         self.is_pinned = False  # kept gathered until the next optimizer step
         self.passages: set[object] = set()  # backward passages that need this Unit gathered
         self.may_be_written_while_freed = False  # an alias of it was alive when it was freed
+        self.keeps_memory = False  # it is freed, but its full vector keeps its pages: somebody uses them
+        self._kept_mark = 0  # a checksum of them
         self.is_written = False  # gathered values were changed by user code and are not in the shards yet
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
@@ -437,14 +440,27 @@ class Unit:
         check_move(self.name, self.state, UnitState.GATHERING)
         full = self.full  # creates the buffer on first use
         assert self._full is not None
-        self._full.claim()
-        try:
-            self._ledger.take(self._tier, Kind.BUFFER, self._full.num_bytes)
-        except BaseException:
-            self._full.discard()
-            raise
+        if self.keeps_memory:
+            self._refuse_scribbles()
+            self.keeps_memory = False
+        else:
+            self._full.claim()
+            try:
+                self._ledger.take(self._tier, Kind.BUFFER, self._full.num_bytes)
+            except BaseException:
+                self._full.discard()
+                raise
         self.state = UnitState.GATHERING
         return full
+
+    def _refuse_scribbles(self) -> None:
+        if self.is_scribbled:
+            self._kept_mark = self._mark()
+            raise FreedParameterError(
+                f"parameters of Unit {self.name!r} ({self.layout.slots[0].name!r} ..., rank {self.rank}) were written through an "
+                "alias that was taken during a forward pass (`.data`, `.detach()`, a returned view) and kept after it; the next "
+                "gather would overwrite that. Write through the parameter itself, as in `param.mul_(...)` under torch.no_grad()."
+            )
 
     def cancel_gather(self) -> None:
         """The gather failed: give the memory back."""
@@ -489,10 +505,30 @@ class Unit:
             point_at(param, blank)
             param.__class__ = freed
         self.state = UnitState.SHARDED
-        self.may_be_written_while_freed = self.is_overlaid and self.is_lent
-        if not self._is_untouched:  # else there is nothing to give back, as a look has just shown
+        is_lent = self.is_lent
+        self.may_be_written_while_freed = is_lent
+        self.keeps_memory = is_lent and not self.is_overlaid
+        if self.keeps_memory:  # a module has returned a view, a hook has kept one; an overlay goes on showing the shards
+            self._kept_mark = self._mark()
+        elif not self._is_untouched:  # else there is nothing to give back, as a look has just shown
             self._give_up_full()
         self._is_untouched = False
+
+    def _mark(self) -> int:
+        return checksum(self.full) if self.device.type == "cpu" else 0
+
+    def give_up_kept(self) -> None:
+        """Give back memory that somebody used when the Unit was freed, if nobody does any more."""
+        if self.keeps_memory and self.state is UnitState.SHARDED and not self.is_lent:
+            self.keeps_memory = False
+            self._give_up_full()
+
+    def reopen(self) -> None:
+        """Show the parameters in memory that was kept, without a gather."""
+        check_move(self.name, self.state, UnitState.GATHERING)
+        self.state = UnitState.GATHERING
+        self.keeps_memory = False
+        self.expose()
 
     def _give_up_full(self, *, is_quiet: bool = True) -> None:
         assert self._full is not None
@@ -501,8 +537,10 @@ class Unit:
 
     @property
     def is_scribbled(self) -> bool:
-        """Whether an alias that was alive when the Unit was freed has been written since; only an overlay can tell."""
-        return self.may_be_written_while_freed and self._full is not None and not self._full.is_untouched()
+        """Whether an alias that was alive when the Unit was freed has been written since."""
+        if self.state is not UnitState.SHARDED or not self.may_be_written_while_freed or self._full is None:
+            return False
+        return self._kept_mark != self._mark() if self.keeps_memory else self.is_overlaid and not self._full.is_untouched()
 
     def was_written_while_freed(self) -> bool:
         """Whether an alias taken while gathered was written after the Unit was freed: such a write is lost."""
