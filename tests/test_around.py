@@ -99,8 +99,8 @@ def kept_aliases(stage: int, options: Options, take: str, only_rank: int | None 
     kept: dict[int, torch.Tensor] = {}
     reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision)
     for module in (model, plain) if only_rank in (None, rank()) else ():
-        module[2].register_forward_hook(
-            lambda mod, _, __: kept.__setitem__(id(mod), mod.weight.data if take == "data" else mod.weight.detach())
+        module[2].register_forward_pre_hook(
+            lambda mod, _: kept.__setitem__(id(mod), mod.weight.data if take == "data" else mod.weight.detach())
         )
     same = True
     for number in range(4):
