@@ -118,6 +118,7 @@ class Unit:
         self.may_be_written_while_freed = False  # an alias of it was alive when it was freed
         self.keeps_memory = False  # it is freed, but its full vector keeps its pages: somebody uses them
         self._kept_mark = 0  # a checksum of them
+        self._exposed_mark: int | None = None  # the same while it is gathered, if somebody could write past autograd
         self.is_written = False  # gathered values were changed by user code and are not in the shards yet
         # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
         # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
@@ -272,6 +273,8 @@ class Unit:
             is_changed |= self._store_changed(self.master, self.span.start)
         if self.is_always_full and self.is_narrow:
             self.full.copy_(self.full.to(self.dtypes.stored))  # compute sees what is stored, as after a step
+        if self._full is not None and self.is_overlaid:
+            self._full.discard()  # its own pages: it shows the shards again, all of them after the next fence
         return is_changed
 
     @property
@@ -300,7 +303,10 @@ class Unit:
         self.epochs[slot] += 1
 
     def may_be_written(self) -> bool:
-        """Whether gathered values may differ from the shards: written through the parameter or an alias of it, or replaced."""
+        """Whether gathered values may differ from the shards: written through the parameter or an alias of it, or replaced.
+
+        The same answer on every rank whose user code has done the same: it does not depend on which slice is whose.
+        """
         if self.state is not UnitState.GATHERED:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -308,10 +314,10 @@ class Unit:
                 return True
             if any(p.data_ptr() != address for p, address in zip(self.params, self._addresses, strict=True)):
                 return True
-        if isinstance(self._full, OverlaidBuffer):
+        if isinstance(self._full, OverlaidBuffer) and self._full.can_tell:
             self._is_untouched = self._full.is_untouched()
-            return not self._is_untouched and self.differs()
-        return (self._has_lent_data or (not self.is_always_full and self.is_lent)) and self.differs()
+            return not self._is_untouched
+        return self._has_lent_data or (self._exposed_mark is not None and self._exposed_mark != self._mark())
 
     def differs(self) -> bool:
         """Whether this rank's part of the full vector has other values than its shard, or masters, by looking at all of them.
@@ -424,7 +430,9 @@ class Unit:
 
     def note_versions(self) -> None:
         """Shards hold what the parameters show now."""
-        self._has_lent_data = any(len(views) > 0 for views in self._kept_views.values())
+        self._has_lent_data = self.is_always_full and any(len(views) > 0 for views in self._kept_views.values())
+        is_watched = not self.is_always_full and not self.is_overlaid and self.is_lent  # through an alias from before
+        self._exposed_mark = self._mark() if is_watched else None
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self.params]
 
@@ -484,9 +492,9 @@ class Unit:
             for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
                 param.__class__ = gathered
                 point_at(param, view)
-        self.note_versions()
-        self._is_untouched = False
         self.state = UnitState.GATHERED
+        self._is_untouched = False
+        self.note_versions()
 
     def uncover(self) -> None:
         """Let a covered parameter be used by the call that runs now."""

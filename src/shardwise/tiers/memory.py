@@ -131,11 +131,19 @@ class OverlaidBuffer(FullBuffer):
         if not self.is_untouched():
             self._map.madvise(mmap.MADV_DONTNEED)
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether the kernel says which pages are this process's own."""
+        return _pagemap(os.getpid()) is not None
+
     def is_untouched(self) -> bool:
         """Whether no page is this process's own; unknown counts as written."""
         num_pages = self._length // mmap.PAGESIZE
+        file = _pagemap(os.getpid())
+        if file is None:
+            return False
         try:
-            entries = os.pread(_pagemap(os.getpid()), 8 * num_pages, self._address // mmap.PAGESIZE * 8)
+            entries = os.pread(file, 8 * num_pages, self._address // mmap.PAGESIZE * 8)
         except OSError:
             return False
         tops = entries[7::8]
@@ -148,8 +156,11 @@ _NOT_OWN = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
 @functools.lru_cache(maxsize=1)  # a forked child asks about its own pages
-def _pagemap(pid: int) -> int:
-    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+def _pagemap(pid: int) -> int | None:
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 class FixedBuffer(FullBuffer):
