@@ -123,7 +123,7 @@ def touch_everything(transport: str) -> dict[str, str]:
     outcomes = {}
     for what, touch in TOUCHES.items():
         param, other = dict(model.named_parameters())[NAME], dict(plain.named_parameters())[NAME]
-        run._runtime.free_lingering()  # as the next pass does: graphs of the last touch kept theirs
+        run._runtime.gathering.discard_kept()  # as the next pass does: graphs of the last touch kept theirs
         assert isinstance(param, FreedParameter)
         torch.manual_seed(5)
         kind, found = _outcome(touch, model, param)

@@ -11,8 +11,8 @@ from shardwise.config import LossScale, Offload, Precision, ShardConfig
 
 SOURCE = Path(shardwise.__file__).parent
 LAYERS = [
-    "errors", "native", "ticket", "config", "observe", "tiers", "partition", "comm", "schedule", "optim", "engine",
-    "activations", "tiling", "checkpoint", "planner", "testing", "api", "cli",
+    "errors", "native", "ticket", "stages", "config", "observe", "tiers", "partition", "comm", "schedule", "optim", "engine",
+    "activations", "tiling", "checkpoint", "planner", "report", "testing", "api", "cli",
 ]  # fmt: skip
 
 
@@ -86,7 +86,8 @@ def test_public_surface() -> None:
     ]  # fmt: skip
     public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
     assert public == [
-        "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
+        "accumulating", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state",
+        "iter_grads",
         "iter_masters", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement",
         "predicted_memory",
         "report", "selfcheck", "transport", "units",

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from cases import CASES, build
-from shardwise.schedule import Depth, Runner, make_plan
+from shardwise.schedule import Depth, Move, Runner, make_plan
 from shardwise.testing import RankPool, compare_with_plain
 
 
 def test_a_plan_keeps_depth_budget_and_order() -> None:
     rng = random.Random(0)
     for _ in range(500):
-        sizes = {unit: rng.randrange(1, 100) for unit in range(rng.randrange(1, 12))}
-        order = [rng.choice(list(sizes)) for _ in range(rng.randrange(0, 40))]
+        moves = [Move(unit, "shards", "full", rng.randrange(1, 100)) for unit in range(rng.randrange(1, 12))]
+        order = [rng.choice(moves) for _ in range(rng.randrange(0, 40))]
         budget, depth = rng.randrange(0, 200), rng.randrange(1, 6)
-        plan = make_plan(order, len(order) // 2, sizes, budget, depth)
+        plan = make_plan(order, len(order) // 2, budget, depth)
         assert len(plan.reach) == len(order) + 1
         for position, stop in enumerate(plan.reach):
-            ahead = [sizes[unit] for unit in order[position:stop]]
+            ahead = [move.num_bytes for move in order[position:stop]]
             assert len(ahead) <= depth
             assert sum(ahead) <= budget
-            fits_one_more = stop < len(order) and len(ahead) < depth and sum(ahead) + sizes[order[stop]] <= budget
+            fits_one_more = stop < len(order) and len(ahead) < depth and sum(ahead) + order[stop].num_bytes <= budget
             assert not fits_one_more, "it could have started one more"
         assert all(a <= b for a, b in zip(plan.reach, plan.reach[1:], strict=False))
 
@@ -38,9 +38,11 @@ class Machine:
         self.started: list[int] = []
         self.gathered: set[int] = set()
         self.log: list[tuple[str, int]] = []
-        self.runner = Runner(sizes, budget, self.start, self.drop)
+        self.runner = Runner(len(sizes), budget, self.start, self.drop)
 
-    def start(self, unit: int) -> bool:
+    def start(self, move: Move) -> bool:
+        unit = move.what
+        assert move == self.move(unit)
         if unit in self.gathered or unit in self.started:
             return False
         self.started.append(unit)
@@ -48,12 +50,15 @@ class Machine:
         assert sum(self.sizes[u] for u in self.started) <= self.budget
         return True
 
-    def drop(self, unit: int) -> None:
-        self.started.remove(unit)
-        self.log.append(("drop", unit))
+    def drop(self, move: Move) -> None:
+        self.started.remove(move.what)
+        self.log.append(("drop", move.what))
+
+    def move(self, unit: int) -> Move:
+        return Move(unit, "shards", "full", self.sizes[unit])
 
     def use(self, unit: int) -> None:
-        self.runner.use(unit)
+        self.runner.use(self.move(unit))
         if unit in self.started:
             self.started.remove(unit)
         self.gathered.add(unit)
@@ -153,7 +158,7 @@ def prefetched(prefetch_bytes: int | None) -> tuple[bool, int, int, list[tuple[s
     again = compare_with_plain(run, model, opt, plain, plain_opt, CASES["gpt"].loss, steps=2)
     run.events.clear()
     CASES["gpt"].loss(model, 60).backward()
-    runner = run._runtime.runner
+    runner = run._runtime.gathering.runner
     found = (
         report.is_bitwise and again.is_bitwise,
         0 if runner is None else runner.num_early,

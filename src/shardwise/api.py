@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
-from shardwise.engine import (
-    BUCKET_BYTES,
-    MAX_EVICTIONS,
-    MAX_IN_FLIGHT,
-    Held,
-    Runtime,
-    assemble,
-    constructing,
-    digest,
-    was_built_on_disk,
-)
-from shardwise.errors import ConfigError, MemoryBudgetError, ModelError, RanksDifferError, ShardwiseError
-from shardwise.observe import EventLog, format_bytes, format_table, process_memory, saved_activation_bytes
-from shardwise.optim import NUM_SETS, GradScaler, clone_optimizer, innermost, num_moments, state_bytes
-from shardwise.partition import Unit, UnitSpec
-from shardwise.planner import MemoryPlan, UnitSize, plan_memory
-from shardwise.testing.parity import ParityReport, compare_with_plain
-from shardwise.tiers import Kind, Tier
+from shardwise.engine import Runtime, Survivors, assemble, constructing, digest, was_built_on_disk
+from shardwise.errors import ConfigError, ModelError, RanksDifferError, ShardwiseError
+from shardwise.observe import EventLog, saved_activation_bytes
+from shardwise.optim import GradScaler, innermost, state_bytes
+from shardwise.partition import Handle, Unit
+from shardwise.planner import MemoryPlan, admission, predict_run
+from shardwise.report import format_report
+from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
+from shardwise.tiers import Kind, device_tier
 
 
 def shard(
@@ -85,8 +75,8 @@ def shard(
             "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
             "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
         )
-    runtime, specs = assemble(model, optimizer, config, mesh, _admission(config, optimizer))
-    run = Run(model, optimizer, config, runtime, specs)
+    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer))
+    run = Run(model, optimizer, config, runtime)
     model._shardwise_run = run  # type: ignore[assignment]
     return run
 
@@ -113,19 +103,15 @@ class Run:
         optimizer: torch.optim.Optimizer | None,
         config: ShardConfig,
         runtime: Runtime,
-        specs: list[UnitSpec],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._runtime = runtime
         self._activation_bytes = 0
-        self._places = {
-            name: (unit, slot)
-            for unit, spec in zip(runtime.units, specs, strict=True)
-            for slot, info in enumerate(spec.infos)
-            for name in info.names
-        }
-        self._specs = specs
+        self._survivors = Survivors(runtime, optimizer)
+        named: Iterable[tuple[str, Any]] = model.named_parameters(remove_duplicate=False)
+        handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
+        self._places = {name: (handle.unit, handle.slot) for name, handle in handles.items()}
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
         """A `torch.amp.GradScaler` for this model; it passes everything through unless `Precision(loss_scale=...)` asks for
         it."""
@@ -144,7 +130,7 @@ class Run:
         """
         if not (max_norm > 0 and norm_type > 0):
             raise ConfigError(f"clip_grad_norm_({max_norm}, {norm_type}): both must be positive.")
-        return self._runtime.clip_grad_norm_(float(max_norm), float(norm_type))
+        return self._runtime.norms.clip(float(max_norm), float(norm_type))
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -154,10 +140,21 @@ class Run:
         """
         module = self._model if module is None else module
         handles = [getattr(param, "_shardwise", None) for param in module.parameters()]
-        if any(handle is None or handle.unit.owner is not self._runtime for handle in handles):
+        if any(handle is None or handle.unit.owner is not self._runtime.units[0].owner for handle in handles):
             raise ModelError(f"gathered(): {type(module).__name__} has parameters that this run does not manage.")
         units = {handle.unit.index: handle.unit for handle in handles if handle is not None}
         with self._runtime.outside.gathered(list(units.values())):
+            yield
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around all backwards of a step but the last: gradients are summed locally and reduced once, by the last.
+
+        Without it every backward reduces into the gradient shard, and no rank keeps more than a few Units' local gradients. With
+        it a step sends its gradients once, and every rank keeps local gradients of the whole model until then; the report shows
+        them. All ranks must use it alike.
+        """
+        with self._runtime.gradients.accumulating():
             yield
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -169,7 +166,7 @@ class Run:
         Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
         next one is asked for.
         """
-        self._runtime.absorb_writes()
+        self._runtime.changes.absorb()
         by_unit: dict[int, list[tuple[str, int]]] = {}
         others: list[tuple[str, Any]] = []
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -180,7 +177,7 @@ class Run:
                 by_unit.setdefault(handle.unit.index, []).append((name, handle.slot))
         self._check_replicas(others)
         for unit in self._runtime.units:
-            full = self._runtime.outside.full_master(unit)
+            full = self._survivors.full_masters(unit)
             for name, slot in by_unit.get(unit.index, ()):
                 yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
         yield from others
@@ -191,7 +188,7 @@ class Run:
         whole = [unit for unit in runtime.units if unit.is_always_full]
         strangers = [(name, value) for name, value in others if isinstance(value, nn.Parameter)]
         marks = [digest(unit.full) for unit in whole] + [digest(value) for _, value in strangers]
-        found = runtime.agree_on(marks) if marks and runtime.world.world_size > 1 else []
+        found = runtime.changes.agree_on(marks) if marks and runtime.world.world_size > 1 else []
         names = [unit.layout.slots[0].name for unit in whole] + [name for name, _ in strangers]
         for name, (low, high) in zip(names, found, strict=False):
             if low != high:
@@ -223,6 +220,7 @@ class Run:
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
+        self._runtime.gradients.require_reduced("run.grad()")
         unit, slot = self._place(name)
         if not self._runtime.gradients.holds(unit, slot) or not unit.layout.slots[slot].numel:
             return None
@@ -234,6 +232,7 @@ class Run:
         A tensor is only valid until the next one is asked for.
         """
         gradients = self._runtime.gradients
+        gradients.require_reduced("run.iter_grads()")
         for unit, names in self._by_unit():
             held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
             full = self._runtime.outside.full_grad(unit) if held else None
@@ -244,22 +243,22 @@ class Run:
         """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must
         iterate.
         """
-        self._runtime.absorb_writes()
+        self._runtime.changes.absorb()
         for unit, names in self._by_unit():
-            full = self._runtime.outside.full_master(unit)
+            full = self._survivors.full_masters(unit)
             for slot, name in names.items():
                 yield name, _param_view(unit, slot, full)
 
     def _by_unit(self) -> Iterator[tuple[Unit, dict[int, str]]]:
         """Every Unit with the first name of each of its parameters."""
-        for unit, spec in zip(self._runtime.units, self._specs, strict=True):
-            yield unit, {slot: info.name for slot, info in enumerate(spec.infos)}
+        for unit in self._runtime.units:
+            yield unit, {number: slot.name for number, slot in enumerate(unit.layout.slots)}
 
     def master(self, name: str) -> torch.Tensor:
         """The full value the optimizer updates (fp32 or wider). All ranks must call."""
-        self._runtime.absorb_writes()
+        self._runtime.changes.absorb()
         unit, slot = self._place(name)
-        return _param_view(unit, slot, self._runtime.outside.full_master(unit)).clone()
+        return _param_view(unit, slot, self._survivors.full_masters(unit)).clone()
 
     def _place(self, name: str) -> tuple[Unit, int]:
         if name not in self._places:
@@ -301,30 +300,19 @@ class Run:
         with saved_activation_bytes(pointers.__contains__) as count:
             yield
         self._activation_bytes = max(self._activation_bytes, count())
-        self.ledger.set(self._tier, Kind.ACTIVATION, self._activation_bytes)
-
-    @property
-    def _tier(self) -> Tier:
-        return Tier.HOST if self._runtime.world.device.type == "cpu" else Tier.DEVICE
+        self.ledger.set(device_tier(self._runtime.world.device), Kind.ACTIVATION, self._activation_bytes)
 
     def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
         """The formula's bytes per rank for this model and configuration."""
-        runtime = self._runtime
-        return _plan(
-            self.config,
-            runtime.units,
-            self._specs,
-            num_moments=len(runtime.offload.states) or num_moments(self._optimizer),
-            exchange_bytes=runtime.transport.planned_exchange_bytes,
-            activation_bytes=self._activation_bytes if activation_bytes is None else activation_bytes,
-            prefetch_bytes=0 if runtime.runner is None else runtime.runner.budget_bytes,
-        )
+        activations = self._activation_bytes if activation_bytes is None else activation_bytes
+        return predict_run(self.config, self._runtime, self._optimizer, activations)
 
     def measured_memory(self) -> dict[str, int]:
         """Peak bytes by kind as the ledger saw them on this rank."""
+        tier = device_tier(self._runtime.world.device)
         if self._optimizer is not None and self._runtime.offload.step is None:
-            self.ledger.set(self._tier, Kind.MOMENT, state_bytes(self._optimizer))
-        found = {kind.value: self.ledger.peak(self._tier, kind) for kind in Kind}
+            self.ledger.set(tier, Kind.MOMENT, state_bytes(self._optimizer))
+        found = {kind.value: self.ledger.peak(tier, kind) for kind in Kind}
         found["buffer"] += self._runtime.transport.exchange_bytes
         return found
 
@@ -334,52 +322,8 @@ class Run:
 
     def report(self, *, activation_bytes: int | None = None) -> str:
         """Bytes by kind, predicted and measured, and traffic, as text for this rank."""
-        runtime = self._runtime
-        predicted = self.predicted_memory(activation_bytes=activation_bytes).by_kind()
-        measured = self.measured_memory()
-        rows = [[kind, format_bytes(predicted[kind]), format_bytes(measured[kind])] for kind in predicted]
-        for column, figures, word in ((1, predicted, "not given"), (2, measured, "not measured")):
-            if not figures["activation"]:
-                rows[list(predicted).index("activation")][column] = word
-        rows.append(["sum", format_bytes(sum(predicted.values())), format_bytes(sum(measured[k] for k in predicted))])
-        first = runtime.units[0].dtypes
-        lines = [
-            f"shardwise: stage {self.config.stage}, rank {runtime.world.rank} of {runtime.world.world_size}, "
-            f"{len(runtime.units)} Units, transport {runtime.transport.label}",
-            f"stored {_short(first.stored)}, compute {_short(first.compute)}, reduce {_short(first.reduce)}, "
-            f"master {_short(first.master)}" + self._emulation_note(),
-            "",
-            format_table(["bytes per rank", "predicted", "measured peak"], rows),
-        ]
-        with contextlib.suppress(OSError):  # the kernel's account is Linux's
-            now = format_bytes(process_memory().total)
-            lines += ["", f"process memory now {now} (interpreter and libraries included)"]
-        if runtime.threads:
-            lines.append(f"threads {runtime.threads}")
-        lines += self.placement()
-        if runtime.transport.note and runtime.stage.params is Held.SHARD:
-            lines.append(runtime.transport.note)
-        if runtime.runner is not None:
-            lines.append(
-                f"prefetch: {runtime.runner.depth.now} ahead within {format_bytes(runtime.runner.budget_bytes)}, "
-                f"{runtime.runner.num_early} gathers started early, {runtime.runner.num_on_demand} on demand, "
-                f"{runtime.stall_percent}% of the last step waited for gathers"
-            )
-        counters = runtime.transport.counters
-        for operation in sorted(counters.calls):
-            lines.append(
-                f"{operation}: {counters.calls[operation]} calls, {counters.elements[operation]} elements "
-                f"({format_bytes(counters.bytes[operation])}) sent"
-            )
-        if runtime.needs_scaling:
-            lines.append(f"loss scale {self.loss_scale:g}, {runtime.num_skipped_steps} steps skipped")
-        return "\n".join(lines)
-
-    def _emulation_note(self) -> str:
-        dtypes = self._runtime.units[0].dtypes
-        if self.config.precision.compute is None and dtypes.stored.itemsize < dtypes.compute.itemsize:
-            return f" (this CPU emulates {_short(dtypes.stored)} products, so compute runs in {_short(dtypes.compute)})"
-        return ""
+        predicted = self.predicted_memory(activation_bytes=activation_bytes)
+        return format_report(self.config, self._runtime, predicted, self.measured_memory(), self.loss_scale)
 
     def selfcheck(
         self, loss_of: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
@@ -391,50 +335,27 @@ class Run:
         """
         if self._optimizer is None:
             raise ConfigError("selfcheck() needs the optimizer that was given to shard().")
-        plain, plain_optimizer = self._plain_copy()
-        other, other_optimizer = self._plain_copy()
-        run = Run(other, other_optimizer, self.config, *self._assembled(other, other_optimizer))
+        plain, plain_optimizer = self._plain_copy(self._optimizer)
+        other, other_optimizer = self._plain_copy(self._optimizer)
+        mesh = self._runtime.world.mesh
+        runtime = assemble(other, other_optimizer, self.config, mesh, admission(self.config, other_optimizer))
+        run = Run(other, other_optimizer, self.config, runtime)
         report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()
         if self._runtime.world.rank == 0:
             print(report)
         return report
 
-    def _assembled(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Runtime, list[UnitSpec]]:
-        return assemble(model, optimizer, self.config, self._runtime.world.mesh, _admission(self.config, optimizer))
-
-    def _plain_copy(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """An ordinary replica of the model and a fresh optimizer with the same groups."""
-        assert self._optimizer is not None
+    def _plain_copy(self, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         with self.gathered():
             replica = copy.deepcopy(self._model)
-        params = dict(replica.named_parameters())
-        with torch.no_grad():
-            for name, value in self.iter_full_state():
-                if name in params:
-                    params[name].data = params[name].data.to(value.dtype)
-                    params[name].copy_(value)
-        names = {
-            id(update.master): unit.layout.slots[update.piece.slot_index].name
-            for unit in self._runtime.units
-            for update in unit.pieces
-        }
-        groups: list[list[nn.Parameter]] = []
-        for number in range(len(self._optimizer.param_groups)):
-            groups.append([params[name] for name in self._group_names(number, names)])
-        return replica, clone_optimizer(self._optimizer, groups)
-
-    def _group_names(self, number: int, names: dict[int, str]) -> list[str]:
-        """Parameter names of one optimizer group: the union of every rank's pieces, in the model's order."""
-        assert self._optimizer is not None
-        mine = {names[id(piece)] for piece in self._optimizer.param_groups[number]["params"]}
-        everyone = set().union(*self._runtime.world.gather_objects(mine))
-        return [name for name in self._places if name in everyone]
+        groups = group_names(optimizer, self._runtime.units, self._runtime.world)
+        return replica, fill_replica(replica, self.iter_full_state(), optimizer, groups)
 
     def close(self) -> None:
         """End background threads and give disk space back: parameters and states on disk are gone then."""
         with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
-            self._runtime.settle()
+            self._runtime.gathering.settle()
         self._runtime.transport.close()
         self._runtime.offload.close()
 
@@ -449,92 +370,6 @@ class Run:
         )
 
 
-def _plan(
-    config: ShardConfig,
-    units: Sequence[Unit],
-    specs: Sequence[UnitSpec],
-    *,
-    num_moments: int,
-    exchange_bytes: int,
-    activation_bytes: int,
-    prefetch_bytes: int,
-) -> MemoryPlan:
-    """The formula for these Units."""
-    sizes = [
-        UnitSize(
-            path=spec.module_path,
-            full_numel=unit.layout.numel,
-            shard_numel=unit.layout.shard_numel,
-            stored_itemsize=unit.dtypes.stored.itemsize,
-            compute_itemsize=unit.dtypes.compute.itemsize,
-            master_itemsize=unit.dtypes.master.itemsize,
-            is_trainable=unit.is_trainable,
-            gathers_in_place=unit.is_overlaid,
-            shared_numel=max((i.param.numel() for i in spec.infos if len(i.names) > 1), default=0),
-        )
-        for unit, spec in zip(units, specs, strict=True)
-    ]
-    return plan_memory(
-        sizes,
-        stage=config.stage,
-        num_moments=num_moments,
-        exchange_bytes=exchange_bytes,
-        activation_bytes=activation_bytes,
-        reductions_in_flight=MAX_IN_FLIGHT + 1,
-        bucket_bytes=BUCKET_BYTES * units[0].layout.world_size,
-        prefetch_bytes=prefetch_bytes,
-        away=config.offload.kinds_away(host_is_away=units[0].device.type != "cpu"),
-        step_bytes=config.offload.step_bytes,
-        step_sets=NUM_SETS,
-        evictions_in_flight=MAX_EVICTIONS,
-    )
-
-
-def _admission(
-    config: ShardConfig, optimizer: torch.optim.Optimizer | None
-) -> Callable[[Sequence[Unit], Sequence[UnitSpec]], None]:
-    """Refuses, before anything is changed, what its budget of host memory cannot hold."""
-    budget = config.offload.host_bytes
-
-    def admit(units: Sequence[Unit], specs: Sequence[UnitSpec]) -> None:
-        if budget is None or units[0].device.type != "cpu":
-            return  # beside an accelerator the ledger refuses what the host cannot hold, as it is reserved
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if budget > physical:
-            raise MemoryBudgetError(
-                f"Offload(host_bytes={budget}) is more than this machine's memory, {physical} bytes. Give a smaller budget, or "
-                "None."
-            )
-        largest = max(units, key=lambda unit: unit.full_bytes)
-        plan = _plan(
-            config,
-            units,
-            specs,
-            num_moments=num_moments(optimizer),
-            exchange_bytes=config.exchange_bytes if units[0].layout.world_size > 1 else _one_ranks_exchange(config, units),
-            activation_bytes=0,
-            prefetch_bytes=largest.full_bytes if config.prefetch_bytes is None else config.prefetch_bytes,
-        )
-        if plan.total > budget:
-            parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in plan.by_kind().items() if size)
-            raise MemoryBudgetError(
-                f"Offload(host_bytes={budget}) does not suffice: {plan.total} bytes are needed beside activations ({parts}). The "
-                f"largest Unit, {largest.name!r}, takes {format_bytes(largest.full_bytes)} when gathered. Raise the budget, move "
-                "more states to disk, lower Offload(step_bytes=...) or prefetch_bytes, or use smaller Units (max_unit_bytes)."
-            )
-
-    return admit
-
-
-def _one_ranks_exchange(config: ShardConfig, units: Sequence[Unit]) -> int:
-    """A rank alone needs no larger exchange buffer than its largest gradient."""
-    return min(config.exchange_bytes, max(unit.layout.shard_numel * unit.dtypes.reduce.itemsize for unit in units))
-
-
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:
     place = unit.layout.slots[slot]
     return full.as_strided(place.shape, place.stride, full.storage_offset() + place.offset)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

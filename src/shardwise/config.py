@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.stages import STAGES, Held
 
 _T = TypeVar("_T")
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
@@ -164,10 +165,10 @@ class Offload:
         """Whether anything lives on disk."""
         return "disk" in (self.params, self.grads, self.optimizer)
 
-    def kinds_away(self, *, host_is_away: bool) -> tuple[str, ...]:
+    def offloaded_kinds(self, *, host_is_apart: bool) -> tuple[str, ...]:
         """Which of 'params', 'grads' and 'optimizer' must be moved to be used: on a CPU the host is the device itself."""
-        away = ("host", "disk") if host_is_away else ("disk",)
-        return tuple(kind for kind in ("params", "grads", "optimizer") if getattr(self, kind) in away)
+        tiers = ("host", "disk") if host_is_apart else ("disk",)
+        return tuple(kind for kind in ("params", "grads", "optimizer") if getattr(self, kind) in tiers)
 
     @property
     def is_idle(self) -> bool:
@@ -216,7 +217,7 @@ class ShardConfig:
     """How long a rank waits for another before it raises."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or not 0 <= self.stage <= 3:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ConfigError(
                 f"stage={self.stage!r} is not a ZeRO stage; use 0 (replicate), 1 (optimizer states), "
                 "2 (and gradients) or 3 (and parameters)."
@@ -240,12 +241,13 @@ class ShardConfig:
                 f"transport={self.transport!r} is not known{_nearest(self.transport, TRANSPORTS)}; "
                 f"use one of {', '.join(TRANSPORTS)}."
             )
-        if self.offload.params != "device" and self.stage < 3:
+        stage = STAGES[self.stage]
+        if self.offload.params != "device" and stage.params is Held.FULL:
             raise ConfigError(
                 f"Offload(params={self.offload.params!r}) at stage {self.stage}: parameters are whole all the time there and "
                 "stay on the device. Use stage=3, or leave params='device'."
             )
-        if self.offload.grads != "device" and self.stage < 1:
+        if self.offload.grads != "device" and stage.gathers_grads:
             raise ConfigError(
                 f"Offload(grads={self.offload.grads!r}) at stage 0: gradients are whole on every rank there. Use stage 1, 2 or 3."
             )

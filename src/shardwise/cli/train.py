@@ -40,6 +40,7 @@ from shardwise.cli.corpus import Corpus
 from shardwise.config import ShardConfig
 from shardwise.observe import format_bytes, process_memory
 from shardwise.planner import gpt_activation_bytes
+from shardwise.stages import STAGES, Held
 from shardwise.testing.models import GPT, GPTConfig
 
 SHAPES = {
@@ -216,7 +217,7 @@ def work(job: Job) -> None:
     _stay_on_this_host()
     corpus = Corpus.of(job.data)
     torch.manual_seed(job.seed)  # alike on every rank: all build the same model
-    with sw.sharded_init() if job.stage == 3 else contextlib.nullcontext():
+    with sw.sharded_init() if STAGES[job.stage].params is Held.SHARD else contextlib.nullcontext():
         model = GPT(job.shape)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=job.lr)
     run = sw.shard(model, optimizer, **job.options)

@@ -1,6 +1,6 @@
 """How do ranks combine?
 
-Public names: `World` (rank, size, small collectives on `torch.distributed`), `Transport`, `Reservation`, `Counters`,
+Public names: `World`, `Axis` (rank, size, small collectives on `torch.distributed`), `Transport`, `Reservation`, `Counters`,
 `make_transport` (gather and reduce of flat vectors), `JoinedSource` and `JoinedSink` (several of them in one reduction),
 `host_identity`.
 
@@ -15,9 +15,10 @@ from shardwise.comm.joined import JoinedSink, JoinedSource
 from shardwise.comm.segment import host_identity
 from shardwise.comm.transport import Counters, PeerShards, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.transports import make_transport
-from shardwise.comm.world import World
+from shardwise.comm.world import Axis, World
 
 __all__ = [
+    "Axis",
     "Counters",
     "JoinedSink",
     "JoinedSource",

@@ -6,7 +6,7 @@ import ctypes
 import os
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,19 @@ _SMALL_BYTES = 4096
 _parts: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}  # by global ranks, of one launch
 
 
+class Axis(NamedTuple):
+    """One way to see the ranks: this rank's place along it, and how many there are."""
+
+    rank: int
+    size: int
+
+
 class World:
-    """Rank, size, device, and the small collectives the library needs outside the hot path."""
+    """Rank, size, device, and the small collectives the library needs outside the hot path.
+
+    Three axes: `shard`, the ranks that divide a flat vector among them; `replicate`, those that hold the same shard; `everyone`,
+    all of them. Layouts and norms go by `shard`, averages and agreement by `everyone`. Today every rank is on the shard axis.
+    """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.mesh = mesh
@@ -43,6 +54,21 @@ class World:
                 return World(None, device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks: gradients are averaged over them, and agreements are theirs."""
+        return Axis(self.rank, self.world_size)
+
+    @property
+    def shard(self) -> Axis:
+        """The ranks that divide a flat vector among them."""
+        return Axis(self.rank, self.world_size)
+
+    @property
+    def replicate(self) -> Axis:
+        """The ranks that hold the same shard."""
+        return Axis(0, 1)
 
     @property
     def backend(self) -> str:

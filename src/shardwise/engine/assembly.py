@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Reservation, World, make_transport
 from shardwise.config import ShardConfig
+from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
 from shardwise.engine.digest import digest
 from shardwise.engine.hooks import attach, check_methods
@@ -25,12 +26,11 @@ from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
 from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime
-from shardwise.engine.stages import STAGES, Held
 from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
-from shardwise.observe import EventLog
-from shardwise.optim import Adopted, check_optimizer, make_pieces
+from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
+    Blueprint,
     ParamInfo,
     Unit,
     UnitSpec,
@@ -39,8 +39,10 @@ from shardwise.partition import (
     list_params,
     make_layout,
     storage_stride,
+    store,
 )
-from shardwise.tiers import Heap, Ledger
+from shardwise.stages import STAGES, Held
+from shardwise.tiers import Heap, Ledger, SparePages
 
 
 def assemble(
@@ -48,11 +50,11 @@ def assemble(
     optimizer: torch.optim.Optimizer | None,
     config: ShardConfig,
     mesh: DeviceMesh | None,
-    admit: Callable[[Sequence[Unit], Sequence[UnitSpec]], None],
-) -> tuple[Runtime, list[UnitSpec]]:
+    admit: Callable[[Sequence[Blueprint]], None],
+) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
-    `admit` sees the Units before anything is changed and raises if they would not fit.
+    `admit` sees what was decided before anything is changed and raises if it would not fit.
     """
     infos = _check_model(model)
     _number_constructed(infos)
@@ -66,23 +68,34 @@ def assemble(
     broadcast_from_first(model, world)
     ledger = Ledger()
     offload = Offloading(config.offload, world, ledger)
-    runtime = Runtime(world, STAGES[config.stage], EventLog(), ledger, offload)
-    runtime.threads = threads
-    runtime.needs_scaling = config.precision.loss_scale is not None
     emulated = _emulated(world, config)
-    units = [_make_unit(i, spec, model, runtime, config, emulated) for i, spec in enumerate(specs)]
-    offload.decide(units)
-    admit(units, specs)
+    blueprints = offload.decide([_draw(index, spec, world, config, emulated) for index, spec in enumerate(specs)])
+    admit(blueprints)
     offload.place(optimizer)
-    reservations = [_reservation(unit) for unit in units]
-    transport, memory = make_transport(config.transport, world, reservations, config.exchange_bytes, config.timeout_s)
+    transport, memory = make_transport(
+        config.transport, world, [_reservation(unit) for unit in blueprints], config.exchange_bytes, config.timeout_s
+    )
     offload.meet_peers(transport)
+    prefetch_bytes = _prefetch_bytes(config, blueprints, is_useful=transport.gathers_ahead or offload.offloads_params)
+    spare_pages = _spare_pages(world, blueprints, ledger) if prefetch_bytes else None
+    answers = Answers()
+    units: list[Unit] = []
     constructions = _constructions(infos)
     heap = Heap()
-    for unit, spec, vector in zip(units, specs, memory, strict=True):
-        unit.allocate(vector, transport.overlay(unit.index, vector) if unit.can_overlay else None)
-        with offload.resident(unit, keeps_changes=True, is_new=True):
+    for blueprint, spec, vector in zip(blueprints, specs, memory, strict=True):
+        unit = Unit(
+            blueprint,
+            model.get_submodule(spec.module_path),
+            [info.param for info in spec.infos],
+            answers,
+            ledger,
+            vector,
+            full=transport.overlay(blueprint.index, vector) if blueprint.can_overlay else None,
+            spare_pages=spare_pages,
+        )
+        with offload.on_device(unit, keeps_changes=True, is_new=True):
             _fill_unit(unit, spec)
+        units.append(unit)
         heap.freed(unit.full_bytes)
     if constructions:
         while constructions:
@@ -90,39 +103,70 @@ def assemble(
         gc.collect()  # a construction and its Units are cycles, with vectors and a file in them
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
-    make_pieces(units)
-    adopted = None
+    thaw = _Thaw(offload)
+    runtime = Runtime(
+        units,
+        world,
+        STAGES[config.stage],
+        transport,
+        offload,
+        ModelBuffers(model, world, is_local=config.buffers == "local"),
+        ledger,
+        thaw=thaw,
+        needs_scaling=config.precision.loss_scale is not None,
+        prefetch_bytes=prefetch_bytes,
+        spare_pages=spare_pages,
+    )
+    runtime.threads = threads
+    answers.begin(runtime)
     if optimizer is not None:
-        mark = _mark(runtime, units)
-        adopted = Adopted(optimizer, units, runtime, offload.take_over, mark)
-    runtime.activate = functools.partial(_activate, offload, adopted)
-    runtime.start(units, transport, config.prefetch_bytes, ModelBuffers(model, world, is_local=config.buffers == "local"))
+        take_over = functools.partial(offload.take_over, {unit.index: unit for unit in units})
+        thaw.adopted = Adopted(optimizer, units, runtime, take_over, _mark(runtime))
     attach(model, runtime, units, config.methods)
-    return runtime, specs
+    return runtime
 
 
-def _mark(runtime: Runtime, units: Sequence[Unit]) -> dict[str, int]:
+def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], *, is_useful: bool) -> int:
+    """How much may be gathered ahead of its use: nothing where all parameters stay whole, or gathers take no time."""
+    sizes = [unit.full_bytes for unit in blueprints if not unit.is_always_full]
+    if not sizes or not is_useful:
+        return 0
+    return max(sizes) if config.prefetch_bytes is None else config.prefetch_bytes
+
+
+def _spare_pages(world: World, blueprints: Sequence[Blueprint], ledger: Ledger) -> SparePages | None:
+    if world.device.type != "cpu":
+        return None
+    return SparePages(max(unit.full_bytes for unit in blueprints if not unit.is_always_full), ledger)
+
+
+def _mark(runtime: Runtime) -> dict[str, int]:
     """Whose pieces an optimizer's states belong to."""
-    layout = repr([(unit.span, [update.piece for update in unit.pieces], unit.layout.slots) for unit in units])
+    layout = repr([(unit.span, [update.piece for update in unit.pieces], unit.layout.slots) for unit in runtime.units])
     return {
-        "rank": runtime.world.rank,
-        "world_size": runtime.world.world_size,
+        "rank": runtime.world.shard.rank,
+        "world_size": runtime.world.shard.size,
         "stage": runtime.stage.number,
         "layout": zlib.crc32(layout.encode()),
     }
 
 
-def _activate(offload: Offloading, adopted: Adopted | None, unit: Unit) -> None:
-    """A parameter of a Unit that was frozen when the model was sharded has been unfrozen."""
-    if not offload.asked.is_idle:
-        raise ModelError(
-            f"a parameter of Unit {unit.name!r} was unfrozen after sw.shard(..., offload=...): room for its states was not set "
-            "aside. Unfreeze it before sw.shard(), or shard without offload."
-        )
-    unit.thaw()
-    make_pieces([unit])
-    if adopted is not None:
-        adopted.add(unit)
+class _Thaw:
+    """Makes a Unit that was frozen when the model was sharded trainable."""
+
+    def __init__(self, offload: Offloading) -> None:
+        self._offload = offload
+        self.adopted: Adopted | None = None
+
+    def __call__(self, unit: Unit) -> None:
+        if not self._offload.asked.is_idle:
+            raise ModelError(
+                f"a parameter of Unit {unit.name!r} was unfrozen after sw.shard(..., offload=...): room for its states was not "
+                "set aside. Unfreeze it before sw.shard(), or shard without offload."
+            )
+        unit.thaw()
+        if self.adopted is not None:
+            self.adopted.add(unit)
 
 
 def _number_constructed(infos: Sequence[ParamInfo]) -> None:
@@ -254,43 +298,42 @@ def _emulated(world: World, config: ShardConfig) -> bool:
     return bool(world.all_reduce(flag, torch.distributed.ReduceOp.MAX).item())
 
 
-def _make_unit(index: int, spec: UnitSpec, model: nn.Module, runtime: Runtime, config: ShardConfig, emulated: bool) -> Unit:
+def _draw(index: int, spec: UnitSpec, world: World, config: ShardConfig, emulated: bool) -> Blueprint:
+    """What a Unit will be, before anything is offloaded."""
     first = spec.infos[0].param
     stage = STAGES[config.stage]
-    dtypes = resolve_dtypes(first.dtype, config.precision, first.device, emulated)
+    dtypes = resolve_dtypes(first.dtype, config.precision, emulated)
     layout = make_layout(
         [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
         dtypes.stored.itemsize,
-        runtime.world.world_size,
+        world.shard.size,
     )
-    return Unit(
+    return Blueprint(
         index=index,
         name=spec.name,
-        module=model.get_submodule(spec.module_path),
-        params=[info.param for info in spec.infos],
+        path=spec.module_path,
         layout=layout,
-        rank=runtime.world.rank,
+        rank=world.shard.rank,
         dtypes=dtypes,
         device=first.device,
-        owner=runtime,
-        ledger=runtime.ledger,
         is_trainable=spec.is_trainable,
         is_always_full=stage.params is Held.FULL,
         updates_full=stage.states is Held.FULL,
+        shared_numel=max((info.param.numel() for info in spec.infos if len(info.names) > 1), default=0),
     )
 
 
-def _reservation(unit: Unit) -> Reservation:
+def _reservation(unit: Blueprint) -> Reservation:
     names = tuple(slot.name for slot in unit.layout.slots)
     return Reservation(
-        unit.index, unit.name, unit.reserved_numel, unit.dtypes.stored, unit.holds_alias, names, unit.shard_is_away
+        unit.index, unit.name, unit.reserved_numel, unit.dtypes.stored, unit.holds_alias, names, unit.offloads_shard
     )
 
 
 def _fill_unit(unit: Unit, spec: UnitSpec) -> None:
     """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
     for slot, info in enumerate(spec.infos):
-        unit.store(slot, _values_of(info, unit.layout.slots[slot].stride))
+        store(unit, slot, _values_of(info, unit.layout.slots[slot].stride))
     unit.adopt()
 
 

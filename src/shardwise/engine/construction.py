@@ -8,6 +8,7 @@ touches (a framework's own initialisation, `apply`, tying) gather, run, and are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import tempfile
 import weakref
@@ -28,7 +29,18 @@ from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
 from shardwise.engine.window import Window
 from shardwise.errors import FreedParameterError, ShardwiseError
-from shardwise.partition import Handle, Unit, UnitDtypes, flat_values, make_layout, storage_stride
+from shardwise.partition import (
+    Blueprint,
+    Handle,
+    Unit,
+    UnitDtypes,
+    absorb,
+    flat_values,
+    make_layout,
+    storage_stride,
+    store,
+    write_back,
+)
 from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shelf
 
 _EXCHANGE_BYTES = 8 << 20
@@ -99,33 +111,30 @@ class Construction:
         layout = make_layout(
             [(name, tuple(p.shape), storage_stride(p.shape, p.stride())) for name, p in distinct],
             dtype.itemsize,
-            self.world.world_size,
+            self.world.shard.size,
         )
-        unit = Unit(
+        blueprint = Blueprint(
             index=self._num_units,
             name=type(module).__name__,
-            module=module,
-            params=[p for _, p in distinct],
+            path="",
             layout=layout,
-            rank=self.world.rank,
+            rank=self.world.shard.rank,
             dtypes=UnitDtypes(dtype, dtype, dtype, dtype, dtype),
             device=distinct[0][1].device,
-            owner=self,
-            ledger=self.ledger,
             is_trainable=False,
             is_always_full=False,
-            updates_full=False,
+            offloads_shard=self._disk is not None,
         )
         self._num_units += 1
-        self.transport.watch.know(unit.index, unit.name, [name for name, _ in distinct])
+        self.transport.watch.know(blueprint.index, blueprint.name, [name for name, _ in distinct])
+        memory = torch.zeros(0 if blueprint.offloads_shard else layout.shard_numel, dtype=dtype, device=blueprint.device)
+        unit = Unit(blueprint, module, [p for _, p in distinct], self, self.ledger, memory)
         if self._disk is not None:
-            unit.shard_is_away = True
             self._shelves[unit] = DiskShelf(self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover)
-        unit.allocate(torch.zeros(0 if unit.shard_is_away else layout.shard_numel, dtype=dtype, device=unit.device))
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
         with self._resident(unit, keeps_changes=True, is_new=True):
             for slot, value in enumerate(values):
-                unit.store(slot, value)
+                store(unit, slot, value)
         self.digests[unit] = [digest(value) for value in values]
         unit.adopt(keeps_unit=True)
         del values
@@ -155,9 +164,9 @@ class Construction:
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
-        unit.absorb()
+        absorb(unit)
         with self._resident(unit, keeps_changes=True):
-            unit.store_from_full()
+            write_back(unit)
         self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
 
@@ -176,7 +185,7 @@ class Construction:
         self._window.close()
         self._is_open = False
         for unit in self.digests:
-            if unit.was_written_while_freed():
+            if unit.was_any_page_written():
                 raise ShardwiseError(
                     f"sharded_init(): a tensor taken from a parameter of {unit.name} ({unit.layout.slots[0].name!r} or its "
                     "siblings, through .data or a view) was written after others had been touched, and the write was lost. "
@@ -211,7 +220,7 @@ class Construction:
 
     def owns(self, address: int) -> bool:
         """Whether an address lies in the full vector of a Unit, gathered or freed."""
-        return any(unit.covers(address) for unit in self.digests)
+        return any(unit.has_address(address) for unit in self.digests)
 
     def copied(self, handle: Handle) -> nn.Parameter:
         """A copy of a parameter, partitioned like it."""
@@ -227,7 +236,7 @@ class Construction:
         """Have Units called by what they are in the finished model: ranks may have partitioned them in another order."""
         self._window.close()
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
-            unit.index = index
+            unit.blueprint = dataclasses.replace(unit.blueprint, index=index)
             self.transport.watch.know(index, name.rpartition(".")[0] or name, [name])
 
     def full_values(self, unit: Unit, slot: int) -> torch.Tensor:
@@ -236,7 +245,7 @@ class Construction:
             self._window.close()  # what was touched is written back first
         if self._read is None or self._read[0] is not unit:
             self._read = None  # given up before the next one is taken
-            full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.device)
+            full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.blueprint.device)
             with self._resident(unit, keeps_changes=False):
                 self.transport.gather(unit.index, unit.shard, full).wait()
             self._read = (unit, full)

@@ -16,7 +16,18 @@ from torch import nn
 from shardwise.engine.digest import digest
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
-from shardwise.partition import COLLECTIVES, FreedView, Handle, ShardedParameter, Unit, flat_values
+from shardwise.partition import (
+    COLLECTIVES,
+    FreedView,
+    Handle,
+    ShardedParameter,
+    Unit,
+    absorb,
+    differs,
+    flat_values,
+    store,
+    write_back,
+)
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -50,32 +61,32 @@ class Outside:
         try:
             for unit in units:
                 if not unit.is_gathered:
-                    runtime.gather(unit)
-                unit.scopes += 1
+                    runtime.gathering.gather(unit)
+                runtime.gathering.use(unit).scopes += 1
                 done.append(unit)
                 unit.uncover()
             yield
         finally:
             for unit in done:
-                unit.scopes -= 1
-                unit.cover()
-                runtime.free(unit)
+                runtime.gathering.use(unit).scopes -= 1
+                runtime.gathering.cover(unit)
+                runtime.gathering.free(unit)
 
     @contextlib.contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
         """Keep Units gathered; on leaving, write changes back to the shards."""
         runtime = self._runtime
-        runtime.settle()
-        runtime.absorb_writes()
+        runtime.gathering.settle()
+        runtime.changes.absorb()
         runtime.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
         done: list[Unit] = []
         self.num_contexts += 1
         try:
             for unit in units:
                 if not unit.is_gathered:
-                    runtime.gather(unit)
-                unit.scopes += 1
-                unit.num_contexts += 1
+                    runtime.gathering.gather(unit)
+                runtime.gathering.use(unit).scopes += 1
+                runtime.gathering.use(unit).num_contexts += 1
                 done.append(unit)
                 unit.uncover()
             with runtime.saved.keeping():
@@ -83,46 +94,46 @@ class Outside:
         finally:
             self.num_contexts -= 1
             for unit in done:
-                unit.scopes -= 1
-                unit.num_contexts -= 1
+                runtime.gathering.use(unit).scopes -= 1
+                runtime.gathering.use(unit).num_contexts -= 1
             try:
                 if not runtime.transport.watch.has_failed:
                     self._store(done)
             finally:
                 for unit in done:
-                    unit.cover()
-                    runtime.free(unit)
+                    runtime.gathering.cover(unit)
+                    runtime.gathering.free(unit)
                 runtime.transport.fence()
 
     def _store(self, units: Sequence[Unit]) -> None:
         """Write what user code changed back to the shards; all ranks must have made the same change."""
         runtime = self._runtime
         for unit in units:
-            unit.absorb()
+            absorb(unit)
         flags = []
         for unit in units:
             is_written = unit.may_be_written()
-            if not is_written and not unit.holds_alias:  # arrays and collectives change memory without a version: look
-                with runtime.offload.resident(unit, keeps_changes=False):
-                    is_written = unit.differs()
+            if not is_written and not unit.blueprint.holds_alias:  # arrays and collectives change memory without a version: look
+                with runtime.offload.on_device(unit, keeps_changes=False):
+                    is_written = differs(unit)
             flags.append(int(is_written))
-        written = runtime.agree_on(flags)  # and nobody gathers any more
+        written = runtime.changes.agree_on(flags)  # and nobody gathers any more
         changed = [unit for unit, (_, is_written) in zip(units, written, strict=True) if is_written]
         if changed:
-            runtime.require_alike(changed)
+            runtime.changes.require_alike(changed)
         for unit in changed:
-            with runtime.offload.resident(unit, keeps_changes=True):
-                is_changed = unit.store_from_full()
+            with runtime.offload.on_device(unit, keeps_changes=True):
+                is_changed = write_back(unit)
             if is_changed:
                 unit.changed()
-            unit.note_versions()
+            unit.writes.note()
 
     # -- single operations ------------------------------------------------------------------------------------
 
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
         """Gather, run one operation, write its changes back, free. Results that are views become places."""
         runtime = self._runtime
-        runtime.free_lingering()
+        runtime.gathering.discard_kept()
         units = list(dict.fromkeys(handle.unit for handle in touched))
         was_open = [unit for unit in units if unit.is_gathered]
         with self.opened(units):
@@ -132,7 +143,7 @@ class Outside:
                 result = function()
             if not keeps_places:  # inside a torch.func transform: values, not places, are in the graph
                 for unit in units:
-                    unit.is_pinned = True
+                    runtime.gathering.use(unit).is_pinned = True
             result = without_views(result, touched, name)
             written = [
                 unit
@@ -142,35 +153,27 @@ class Outside:
             ]
             if written:
                 for unit in written:
-                    unit.absorb()
-                    unit.is_written = True
-                runtime.settle()
-                runtime.store_written(written)
+                    absorb(unit)
+                    runtime.gathering.use(unit).is_written = True
+                runtime.gathering.settle()
+                runtime.changes.store(written)
         return result
 
     # -- whole vectors ----------------------------------------------------------------------------------------
 
-    def full_master(self, unit: Unit) -> torch.Tensor:
-        """All masters of a Unit, in new memory unless they are whole here."""
-        runtime = self._runtime
-        with runtime.offload.resident(unit, keeps_changes=False):
-            full = self._full_vector(unit, unit.master)
-            is_lent = (unit.shard_is_away or unit.master_is_away) and full is unit.master
-            return full.clone() if is_lent else full
-
     def full_grad(self, unit: Unit) -> torch.Tensor:
         """The whole reduced gradient of a Unit, in new memory unless it is whole here."""
         runtime = self._runtime
-        with runtime.offload.resident_grad(unit) as grad:
-            assert grad is not None
-            full = self._full_vector(unit, grad)
-            return full.clone() if full is grad and runtime.offload.grads_are_away else full
+        with runtime.gradients.home.on_device(unit) as grad:
+            full = self.whole(unit, grad)
+            return full.clone() if full is grad and runtime.gradients.home.is_offloaded else full
 
-    def _full_vector(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+    def whole(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        """The whole of a vector of which `shard` is this rank's span; itself if that is the whole. All ranks must ask."""
         if shard.numel() == unit.layout.numel:
             return shard
         runtime = self._runtime
-        runtime.settle()
+        runtime.gathering.settle()
         full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
         runtime.transport.fence()  # a slower rank may still be writing its parameters by hand
         runtime.transport.gather(unit.index, shard, full).wait()
@@ -185,8 +188,8 @@ class Outside:
         if self._loading is not None and not prefix:
             runtime.start_afresh()  # the load before this one raised
         if self._loading is None:
-            runtime.settle()
-            runtime.absorb_writes()
+            runtime.gathering.settle()
+            runtime.changes.absorb()
             runtime.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1
@@ -198,8 +201,8 @@ class Outside:
                 and value.shape == handle.unit.layout.slots[handle.slot].shape
             ):
                 stride = handle.unit.layout.slots[handle.slot].stride
-                with runtime.offload.resident(handle.unit, keeps_changes=True):
-                    handle.unit.store(handle.slot, flat_values(value.to(handle.unit.device), stride))
+                with runtime.offload.on_device(handle.unit, keeps_changes=True):
+                    store(handle.unit, handle.slot, flat_values(value.to(handle.unit.blueprint.device), stride))
 
     def end_loading(self) -> None:
         """Write what was loaded back to the shards; graphs built before are out of date."""
@@ -212,8 +215,8 @@ class Outside:
             self._loading = None
         for unit in runtime.units:
             if unit.is_always_full:
-                with runtime.offload.resident(unit, keeps_changes=True):
-                    unit.store_from_full()
+                with runtime.offload.on_device(unit, keeps_changes=True):
+                    write_back(unit)
             unit.changed()
         runtime.transport.fence()
 
@@ -232,20 +235,20 @@ class Outside:
     def _open_window(self, unit: Unit) -> None:
         runtime = self._runtime
         runtime.transport.fence()  # every rank has stored its part
-        unit.scopes += 1
-        runtime.gather(unit)
+        runtime.gathering.use(unit).scopes += 1
+        runtime.gathering.gather(unit)
         unit.uncover()
 
     def _close_window(self, unit: Unit) -> None:
         runtime = self._runtime
         runtime.transport.fence()
-        unit.absorb()
-        with runtime.offload.resident(unit, keeps_changes=True):
-            unit.store_from_full()
-        unit.note_versions()
+        absorb(unit)
+        with runtime.offload.on_device(unit, keeps_changes=True):
+            write_back(unit)
+        unit.writes.note()
         runtime.transport.fence()
-        unit.scopes -= 1
-        runtime.free(unit)
+        runtime.gathering.use(unit).scopes -= 1
+        runtime.gathering.free(unit)
 
 
 def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:

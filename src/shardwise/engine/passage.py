@@ -95,3 +95,8 @@ class Frame:
         self.is_pinning = False  # hooks are not allowed here: Units stay gathered until the next step
         self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
         self.units: list[Unit] = []  # Units this call opened: released when its backward is over
+
+    def stop_keeping_places(self) -> None:
+        """The call is over: autograd saves as it would without us, if this call had changed that."""
+        if self.hooks is not None:
+            self.hooks.__exit__(None, None, None)

@@ -19,7 +19,7 @@ _PROBE_SIZE = 128
 _PROBE_REPEATS = 8  # the fastest counts
 
 
-def resolve_dtypes(own: torch.dtype, precision: Precision, device: torch.device, emulates: bool) -> UnitDtypes:
+def resolve_dtypes(own: torch.dtype, precision: Precision, emulates: bool) -> UnitDtypes:
     """The dtypes of a Unit whose parameters were made in `own`."""
     stored = precision.param or own
     compute = precision.compute

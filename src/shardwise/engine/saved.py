@@ -37,7 +37,7 @@ class Place(NamedTuple):
     @property
     def is_current(self) -> bool:
         """Whether the parameter still has the values that were saved."""
-        return self.version == _version_of(self.unit, self.slot) and self.epoch == self.unit.epochs[self.slot]
+        return self.version == _version_of(self.unit, self.slot) and self.epoch == self.unit.writes.epochs[self.slot]
 
     def view(self) -> torch.Tensor:
         """The values, while the Unit is gathered."""
@@ -110,7 +110,7 @@ class SavedPlaces:
         itemsize = tensor.element_size()
         start = address - unit.full.data_ptr()
         slot = unit.layout.slot_at(start // unit.dtypes.compute.itemsize)
-        version, epoch = _version_of(unit, slot), unit.epochs[slot]
+        version, epoch = _version_of(unit, slot), unit.writes.epochs[slot]
         return Place(unit, slot, version, epoch, tensor.shape, tensor.stride(), start // itemsize, tensor.dtype)
 
     def unpack(self, kept: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What did happen?
 
-Public names: `EventLog`, `Event` (named events in order), `pause` (the asynchronous edges where a test may
+Public names: `EventLog`, `Event`, `timed_hook` (named events in order), `pause` (the asynchronous edges where a test may
 inject a delay), `process_memory` and `MemorySampler` (resident bytes, page cache excluded),
 `saved_activation_bytes`, `format_bytes`.
 
@@ -8,7 +8,7 @@ Invariant: this room is at the bottom of the house. It knows nothing of Units, r
 """
 
 from shardwise.observe.activations import saved_activation_bytes
-from shardwise.observe.events import Event, EventLog, delays, pause
+from shardwise.observe.events import Event, EventLog, delays, pause, timed_hook
 from shardwise.observe.memory import MemorySampler, ProcessMemory, process_memory
 from shardwise.observe.text import format_bytes, format_table
 
@@ -23,4 +23,5 @@ __all__ = [
     "pause",
     "process_memory",
     "saved_activation_bytes",
+    "timed_hook",
 ]

@@ -6,10 +6,14 @@ Called by every room on its hot path, so an event is one tuple in a bounded dequ
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Event(NamedTuple):
@@ -26,14 +30,16 @@ class Event(NamedTuple):
 class EventLog:
     """A bounded record of events; the oldest are dropped."""
 
-    def __init__(self, limit: int = 20_000) -> None:
+    def __init__(self, limit: int = 20_000, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` tells the seconds; a dry run brings its own."""
+        self.now = clock
         self._events: deque[Event] = deque(maxlen=limit)
         self.is_detailed = False
         """Whether every hook records its time too: for profiles, a few microseconds per hook."""
 
     def emit(self, kind: str, subject: str = "", since: float | None = None) -> None:
-        """Record one event now; it took the time `since` a moment of `time.perf_counter`."""
-        now = time.perf_counter()
+        """Record one event now; it took the time `since` a moment of `now()`."""
+        now = self.now()
         self._events.append(Event(now, kind, subject, 0.0 if since is None else now - since))
 
     def emit_span(self, kind: str, subject: str, span: tuple[float, float] | None, lane: str) -> None:
@@ -51,6 +57,29 @@ class EventLog:
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
+
+
+class _HasEvents(Protocol):
+    events: EventLog
+
+
+_S = TypeVar("_S", bound=_HasEvents)
+
+
+def timed_hook(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """A method that is called from a hook on the hot path: record its time if asked to."""
+
+    @functools.wraps(method)
+    def timed(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not self.events.is_detailed:
+            return method(self, *args, **kwargs)
+        begin = self.events.now()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.events.emit("hook", method.__name__, since=begin)
+
+    return timed
 
 
 _delay: Callable[[str], None] | None = None

@@ -1,6 +1,6 @@
 """How is a shard updated?
 
-Public names: `check_optimizer`, `Adopted`, `innermost`, `make_pieces`, `num_moments`, `state_bytes`, `clone_optimizer`,
+Public names: `check_optimizer`, `Adopted`, `innermost`, `num_moments`, `state_bytes`, `clone_optimizer`,
 `check_elementwise`, `GradScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `long_states`,
 `was_zeroed`.
 
@@ -9,7 +9,7 @@ rank used is left alone, moments included; an optimizer that is not element-wise
 """
 
 from shardwise.optim.adam import can_update
-from shardwise.optim.adopt import Adopted, check_optimizer, innermost, make_pieces, num_moments, state_bytes
+from shardwise.optim.adopt import Adopted, check_optimizer, innermost, num_moments, state_bytes
 from shardwise.optim.elementwise import check_elementwise, clone_optimizer
 from shardwise.optim.scaler import GradScaler
 from shardwise.optim.states import Region, was_zeroed
@@ -27,7 +27,6 @@ __all__ = [
     "clone_optimizer",
     "innermost",
     "long_states",
-    "make_pieces",
     "num_moments",
     "state_bytes",
     "was_zeroed",

@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.errors import OptimizerError
 from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
 from shardwise.optim.guarded import GuardedPiece
-from shardwise.partition import ParamInfo, Piece, Unit, UpdatePiece
+from shardwise.partition import ParamInfo, Unit, UpdatePiece
 
 
 def innermost(optimizer: Any) -> Any:
@@ -48,26 +48,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]
             "a checkpoint, before sharding. Call sw.shard() before the first step."
         )
     check_elementwise(optimizer)
-
-
-def make_pieces(units: Sequence[Unit]) -> None:
-    """Cut every trainable Unit's masters into one flat parameter per original parameter."""
-    for unit in units:
-        if unit.is_trainable:
-            unit.pieces = tuple(UpdatePiece(piece, nn.Parameter(_master_of(unit, piece))) for piece in _pieces_of_span(unit))
-
-
-def _master_of(unit: Unit, piece: Piece) -> torch.Tensor:
-    """A piece's part of the masters, or something of its shape while those live elsewhere."""
-    if unit.master.numel() == 0:
-        return torch.full((), float("nan"), dtype=unit.dtypes.master, device=unit.device).expand(piece.numel)
-    return unit.master[piece.shard_start : piece.shard_start + piece.numel]
-
-
-def _pieces_of_span(unit: Unit) -> tuple[Piece, ...]:
-    if unit.span.numel == unit.layout.shard_numel:
-        return unit.layout.pieces(unit.rank)
-    return tuple(Piece(i, 0, slot.offset, slot.numel) for i, slot in enumerate(unit.layout.slots) if slot.numel)
 
 
 class StreamedUpdate(Protocol):
@@ -113,6 +93,7 @@ class Adopted:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)  # the optimizer's hooks hold this
         self._listener = listener
+        self._owner = units[0].owner
         self._mark = mark
         self._group_of: dict[tuple[int, int], int] = {}  # by Unit and slot, frozen parameters included
         self._pieces: dict[int, nn.Parameter] = {}  # what groups may hold, by id
@@ -163,7 +144,7 @@ class Adopted:
             self._recover(optimizer)
         for piece in unit.pieces:
             master = self._know(piece)
-            number = self._group_of.get((unit.index, piece.piece.slot_index))
+            number = self._group_of.get((unit.index, piece.slot))
             if optimizer is not None and number is not None:
                 optimizer.param_groups[number]["params"].append(master)
 
@@ -244,7 +225,7 @@ class Adopted:
                     params.append(param)
                     continue
                 handle = getattr(param, "_shardwise", None)
-                if handle is None or handle.unit.owner is not self._listener:
+                if handle is None or handle.unit.owner is not self._owner:
                     raise OptimizerError(
                         f"group {number}, parameter {position} (shape {list(param.shape)}) was given to "
                         f"{type(optimizer).__name__} "

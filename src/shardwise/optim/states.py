@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.partition import Unit, UpdatePiece
+from shardwise.partition import Blueprint, Unit, UpdatePiece
 from shardwise.tiers import QUANTUM, Shelf, whole_quanta
 
 
@@ -22,9 +22,9 @@ def was_zeroed(update: UpdatePiece) -> bool:
 
 @dataclasses.dataclass
 class Region:
-    """Units of the same dtypes, and the shelves of what is away."""
+    """Units of the same dtypes, and the shelves of what is offloaded."""
 
-    units: Sequence[Unit]
+    blueprints: Sequence[Blueprint]
     param: Shelf | None = None
     """Stored parameters; they are the masters too if those have no memory of their own."""
     master: Shelf | None = None
@@ -34,14 +34,13 @@ class Region:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of masters, gradients and moments."""
-        return self.units[0].dtypes.master
+        """Dtype of masters, gradients and moments."""
+        return self.blueprints[0].dtypes.master
 
     @property
     def has_own_masters(self) -> bool:
         """Whether masters are kept beside the stored parameters."""
-        first = self.units[0]
-        return first.is_trainable and (first.master_is_away or first.dtypes.master != first.dtypes.stored)
+        return self.blueprints[0].has_own_master
 
     @property
     def master_shelf(self) -> Shelf | None:
@@ -51,7 +50,7 @@ class Region:
     @property
     def lengths(self) -> dict[int, int]:
         """Elements of each Unit on this rank."""
-        return {unit.index: unit.span.numel for unit in self.units}
+        return {unit.index: unit.span.numel for unit in self.blueprints}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ runs its own step on each portion, with the states it asked for. Hyperparameters
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardwise.errors import DiskError, OptimizerError
 from shardwise.optim import adam
 from shardwise.optim.elementwise import clone_optimizer, fresh_state
 from shardwise.optim.states import Portion, Region, Run, cut, was_zeroed
-from shardwise.partition import Unit, UpdatePiece
+from shardwise.partition import Unit, UpdatePiece, publish_part
 from shardwise.ticket import Ticket
 from shardwise.tiers import Buffer, Buffers, DiskShelf, Kind, Ledger, Shelf, Tier
 
@@ -102,6 +102,7 @@ class StreamedStep:
         self,
         optimizer: torch.optim.Optimizer,
         regions: Sequence[Region],
+        units: Mapping[int, Unit],
         buffers: Buffers,
         ledger: Ledger,
         step_bytes: int,
@@ -119,7 +120,9 @@ class StreamedStep:
         self.states = states
         self.buffer_bytes = 0
         """Of all sets together, at most so far; `step_bytes` and the number of vectors on disk decide it, not the model."""
-        self._portions = [cut(region.units, step_bytes // region.dtype.itemsize) for region in regions]
+        self._portions = [
+            cut([units[b.index] for b in region.blueprints], step_bytes // region.dtype.itemsize) for region in regions
+        ]
         self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
         self._group_of: dict[int, int] = {}  # by piece; what no group has is not updated
         self._small: dict[Key, dict[str, Any]] = {}  # states that are not as long as their piece; there once a part has any
@@ -216,7 +219,7 @@ class StreamedStep:
                 return
             for part in parts:
                 if part.unit.has_own_master and part.stored is None:
-                    part.unit.publish_part(part.low, part.master)
+                    publish_part(part.unit, part.low, part.master)
 
     @staticmethod
     def _round(region: Region, param: Shelf, portion: Portion, held: _Set) -> None:
@@ -290,11 +293,28 @@ class StreamedStep:
                 place.copy_(value)
         self._small[part.key] = small
 
+    def small_states(self, unit: Unit, number: int) -> dict[str, Any]:
+        """States of a piece that are not as long as it, such as its step count; empty before its first update.
+
+        The parts that a piece is updated in have the same ones.
+        """
+        return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), {})
+
+    @contextlib.contextmanager
+    def on_host(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
+        """A long state of a Unit in host memory, as long as its span, for reading."""
+        shelf = next((r.moments.get(name) for r in self._regions if unit.index in r.lengths), None)
+        if shelf is None:
+            yield self.kept(unit, name)
+            return
+        with shelf.lent(unit.index, keeps_changes=False) as vector:
+            yield vector
+
     def kept(self, unit: Unit, name: str) -> torch.Tensor:
         """A long state in memory, as long as the Unit's span."""
         key = (unit.index, name)
         if key not in self._kept:
-            self._kept[key] = torch.zeros(unit.span.numel, dtype=self.states[name], device=unit.device)
+            self._kept[key] = torch.zeros(unit.span.numel, dtype=self.states[name], device=unit.blueprint.device)
             self._ledger.take(Tier.HOST, Kind.MOMENT, self._kept[key].numel() * self._kept[key].element_size())
         return self._kept[key]
 
@@ -331,7 +351,7 @@ class _Part:
 
     def _stored(self) -> torch.Tensor | None:
         unit = self.unit
-        is_beside = unit.has_own_master and not unit.shard_is_away and unit.shard.device == self.master.device
+        is_beside = unit.has_own_master and not unit.blueprint.offloads_shard and unit.shard.device == self.master.device
         if not is_beside or unit.is_always_full or unit.span.numel != unit.layout.shard_numel:
             return None
         return unit.shard[self._span]

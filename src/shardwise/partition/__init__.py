@@ -1,35 +1,39 @@
 """Who owns which bytes?
 
-Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`,
-`list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Unit`, `UnitDtypes`, `UpdatePiece`,
-`flat_values`; `UnitState`, `Handle`, `Owner`, `ShardedParameter`, `FreedParameter`, `FreedView`, `own_grad`,
-`set_own_grad`, `is_trained` (lifecycle).
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `list_params`,
+`UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`, `needs_own_master`,
+`fill_buckets`, `BUCKET_BYTES` (what is known of Units before they have memory); `Unit`, `UpdatePiece`; `store`, `write_back`,
+`absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (values in and out of it); `UnitState`, `Handle`, `Owner`
+(lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (what parameters are
+meanwhile); `own_grad`, `set_own_grad`, `is_trained` (past what their class answers).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
 shape, name and place whether its Unit is gathered or freed.
 """
 
+from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master
+from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter
 from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
-from shardwise.partition.lifecycle import (
-    COLLECTIVES,
-    METADATA,
-    FreedParameter,
-    FreedView,
-    Handle,
-    Owner,
-    ShardedParameter,
-    UnitState,
-    is_trained,
-    name_of,
-    own_grad,
-    set_own_grad,
-)
-from shardwise.partition.unit import Span, Unit, UnitDtypes, UpdatePiece, flat_values
+from shardwise.partition.lifecycle import Handle, Owner, UnitState
+from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
+from shardwise.partition.raw import is_trained, own_grad, set_own_grad
+from shardwise.partition.unit import Unit, UpdatePiece
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
+from shardwise.partition.values import (
+    absorb,
+    differs,
+    flat_values,
+    publish_master,
+    publish_part,
+    store,
+    write_back,
+)
 
 __all__ = [
+    "BUCKET_BYTES",
     "COLLECTIVES",
     "METADATA",
+    "Blueprint",
     "FreedParameter",
     "FreedView",
     "Handle",
@@ -45,13 +49,21 @@ __all__ = [
     "UnitSpec",
     "UnitState",
     "UpdatePiece",
+    "absorb",
+    "differs",
+    "fill_buckets",
     "find_units",
     "flat_values",
     "is_trained",
     "list_params",
     "make_layout",
     "name_of",
+    "needs_own_master",
     "own_grad",
+    "publish_master",
+    "publish_part",
     "set_own_grad",
     "storage_stride",
+    "store",
+    "write_back",
 ]

@@ -21,13 +21,17 @@ LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One parameter's place: `numel` elements from `offset`, seen with `shape` and `stride`."""
+    """A range of one parameter: `numel` elements from `offset` of the flat vector, seen with `shape` and `stride`.
+
+    The range begins at element `start` of the parameter, in its storage order. Today it is always the whole parameter.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     numel: int
     offset: int
+    start: int = 0
 
     @property
     def end(self) -> int:
@@ -51,12 +55,12 @@ class Layout:
 
     slots: tuple[Slot, ...]
     shard_numel: int
-    world_size: int
+    num_shards: int
 
     @property
     def numel(self) -> int:
         """Length of the flat vector, padding included."""
-        return self.shard_numel * self.world_size
+        return self.shard_numel * self.num_shards
 
     @property
     def param_numel(self) -> int:
@@ -72,6 +76,10 @@ class Layout:
             if low < high:
                 found.append(Piece(index, low - slot.offset, low - start, high - low))
         return tuple(found)
+
+    def all_pieces(self) -> tuple[Piece, ...]:
+        """The same for whoever has the whole flat vector."""
+        return tuple(Piece(index, 0, slot.offset, slot.numel) for index, slot in enumerate(self.slots) if slot.numel)
 
     def cover(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int, int]]:
         """Split [start, stop) into runs: (slot index or None for padding, start in the slot, start in the run, numel)."""
@@ -102,8 +110,8 @@ class Layout:
         return [slot.offset for slot in self.slots]
 
 
-def make_layout(params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int, world_size: int) -> Layout:
-    """Lay out (name, shape, stride) triples for a stored element size and a world size."""
+def make_layout(params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], itemsize: int, num_shards: int) -> Layout:
+    """Lay out (name, shape, stride) triples for a stored element size, divided among `num_shards` ranks."""
     align = ALIGN_BYTES // itemsize
     slots = []
     at = 0
@@ -113,10 +121,10 @@ def make_layout(params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], 
             numel *= extent
         slots.append(Slot(name, tuple(shape), tuple(stride), numel, at))
         at = _round_up(at + numel, align)
-    shard = _round_up(-(-at // world_size), align)
+    shard = _round_up(-(-at // num_shards), align)
     if shard * itemsize >= LARGE_SHARD_BYTES:
         shard = _round_up(shard, BLOCK_BYTES // itemsize)
-    return Layout(tuple(slots), shard, world_size)
+    return Layout(tuple(slots), shard, num_shards)
 
 
 def storage_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -1,15 +1,12 @@
-"""What state a Unit is in, which moves are allowed, and what a parameter is while its Unit is freed.
+"""What state a Unit is in, which moves are allowed, and who answers for it.
 
-A parameter keeps its identity for life: the same object sits in the module, in the user's lists and in autograd's
-graph. Its class says what is in memory: `ShardedParameter` while its Unit is gathered, `FreedParameter` while it
-is not (`docs/decisions/0001-freed-parameters.md`). A view of a freed parameter that user code holds (`p.data`, `p.view(-1)`) is a
-`FreedView`: a place in the parameter, without values.
+A parameter keeps its identity for life: the same object sits in the module, in the user's lists and in autograd's graph. Its
+class says what is in memory (`freed.py`); its `Handle` says which Unit it belongs to.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from shardwise.errors import FreedParameterError, LifecycleError, ModelError
+from shardwise.errors import LifecycleError, ModelError
 
 if TYPE_CHECKING:
     from shardwise.partition.unit import Unit
@@ -76,503 +73,54 @@ class Owner(Protocol):
 
 
 class Handle:
-    """The one attribute a managed parameter carries: its Unit and its place there.
+    """The one attribute a managed parameter carries: its Unit and its Slot there.
+
+    A Slot holds a range of a parameter, today always the whole of it. A parameter that is cut lies in several; `places` lists
+    them in order, and `unit` and `slot` are the first.
 
     Autograd's nodes hold parameters where Python's collector cannot see it. A parameter therefore does not keep the Unit of a
     running model alive: the model's hooks do.
     """
 
-    __slots__ = ("_strong", "_unit", "slot")
+    __slots__ = ("_strong", "_units", "slots")
 
     def __init__(self, unit: Unit, slot: int, *, keeps_unit: bool) -> None:
-        self._unit = weakref.ref(unit)
-        self._strong = unit if keeps_unit else None
-        self.slot = slot
+        self._units = [weakref.ref(unit)]
+        self._strong = [unit] if keeps_unit else []
+        self.slots = [slot]
+
+    def join(self, unit: Unit, slot: int) -> None:
+        """The parameter's next range lies in another Slot."""
+        self._units.append(weakref.ref(unit))
+        self.slots.append(slot)
+        if self._strong:
+            self._strong.append(unit)
 
     @property
     def unit(self) -> Unit:
         """The Unit; an error if the run is gone."""
-        unit = self._unit()
-        if unit is None:
-            raise ModelError(
-                "this parameter belongs to a sharded model that no longer exists: keep the model, or the run that sw.shard() "
-                "returned, for as long as its parameters are used."
-            )
-        return unit
+        return _alive(self._units[0])
+
+    @property
+    def slot(self) -> int:
+        """Which Slot of the Unit."""
+        return self.slots[0]
+
+    @property
+    def places(self) -> list[tuple[Unit, int]]:
+        """Every (Unit, Slot) that holds a range of the parameter."""
+        return [(_alive(unit), slot) for unit, slot in zip(self._units, self.slots, strict=True)]
 
     def at(self, slot: int) -> Handle:
         """Another parameter of the same Unit."""
-        return Handle(self.unit, slot, keeps_unit=self._strong is not None)
+        return Handle(self.unit, slot, keeps_unit=bool(self._strong))
 
 
-_DATA: Any = torch.Tensor.data
-_GRAD: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-
-
-def own_data(param: torch.Tensor) -> torch.Tensor:
-    """`param.data`, without the note that user code has taken an alias."""
-    data: torch.Tensor = _DATA.__get__(param)
-    return data
-
-
-def point_at(param: torch.Tensor, data: torch.Tensor) -> None:
-    """`param.data = data`, whatever the parameter's class makes of an assignment."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _DATA.__set__(param, data)
-
-
-def own_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd accumulated in a parameter itself, whatever its class answers."""
-    with torch._C.DisableTorchFunctionSubclass():
-        grad: torch.Tensor | None = _GRAD.__get__(param)
-    return grad
-
-
-def set_own_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Replace that gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, grad)
-
-
-def is_trained(param: torch.Tensor) -> bool:
-    """`param.requires_grad`, as autograd sees it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        flag: bool = _REQUIRES_GRAD.__get__(param)
-    return flag
-
-
-class ShardedParameter(nn.Parameter):
-    """A parameter of a gathered Unit: an ordinary parameter whose gradient lives in shards."""
-
-    _shardwise: Handle
-    _user_class: type[nn.Parameter] = nn.Parameter
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """None, or an error naming the remedy if the gradient is in the shards (stage 0: the gradient)."""
-        return self._shardwise.unit.owner.local_grad(self._shardwise)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self._shardwise.unit.owner.set_local_grad(self._shardwise, value)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """An alias that autograd does not see; the Unit notes that it may be written through it."""
-        alias: torch.Tensor = _DATA.__get__(self)
-        self._shardwise.unit.lend_alias(self._shardwise.slot, alias)
-        return alias
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if value is not self:  # `module.to()` assigns a parameter to itself where nothing changes
-            _DATA.__set__(self, value)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether autograd records it; a change is told to the run."""
-        flag: bool = _REQUIRES_GRAD.__get__(self)
-        return flag
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        _REQUIRES_GRAD.__set__(self, value)
-        self._shardwise.unit.owner.flagged(self._shardwise, value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze or unfreeze."""
-        self.requires_grad = requires_grad
-        return self
-
-    def __deepcopy__(self, memo: Any) -> nn.Parameter:
-        """A copy is an ordinary parameter with its own memory."""
-        if id(self) not in memo:
-            memo[id(self)] = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as an ordinary parameter of its own size."""
-        plain = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
-
-
-METADATA = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "ndim",
-        "names",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "is_complex",
-        "is_floating_point",
-        "is_signed",
-        "is_inference",
-        "itemsize",
-        "nbytes",
-        "numel",
-        "nelement",
-        "size",
-        "dim",
-        "ndimension",
-        "element_size",
-        "__len__",
-        "__hash__",
-        "__dir__",
-        "grad_fn",
-        "_version",
-        "retains_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_base",
-        "_grad",
-        "_is_view",
-        "get_device",
-        "output_nr",
-        "is_sparse_csr",
-        "is_xla",
-        "is_mps",
-        "is_xpu",
-        "is_vulkan",
-        "is_maia",
-        "is_ipu",
-        "is_mtia",
-        "is_leaf",
-        "is_conj",
-        "is_neg",
-        "is_same_size",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "__torch_function__",
-        "is_shared",
-        "is_pinned",
-        "is_distributed",
-        "requires_grad_",
-        "setting .requires_grad",
-        "retain_grad",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_tensor",
-        "result_type",
-        "is_tensor",
-    }
-)
-"""Operations that need no values: answered from the placeholder, which has the true shape, dtype and device."""
-COLLECTIVES = "torch.distributed"
-"""Their names begin so; they change tensors without counting a version."""
-_GEOMETRY = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
-_CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"})
-"""Give the tensor itself back where nothing would change."""
-_REFUSED = {
-    "deepcopy": "A copy needs the whole model's memory: make it inside `with run.gathered():`, on every rank.",
-    "pickle": "Save `run.full_state_dict()` instead: it is collected Unit by Unit, and its tensors are ordinary ones.",
-    "share_memory_": "Shards are in shared memory already where ranks share a host; share tensors of your own instead.",
-    "data_ptr": "An address is good only while the parameter is gathered: ask inside `with run.gathered(module):`.",
-    "untyped_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
-    "storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
-    "_typed_storage": "Storage is there only while the parameter is gathered: ask inside `with run.gathered(module):`.",
-    "__dlpack__": "Memory can be handed out only while the parameter is gathered: do it inside `with run.gathered(module):`.",
-    "set_": "Give it values with copy_(), or set_() it inside `with run.gathered(module):`.",
-    "tying through .data": "Tie parameters as one, `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
-    "training a view": "It is a place in a sharded parameter, without memory of its own: take a copy, `.detach().clone()`.",
-    "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
-}
-"""What cannot be done to a freed parameter, and what to do instead."""
-_PAST_PYTHON = "below Python, as in torch.func transforms,"
-_CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cuda", "cpu", "type", "setting .data"})
-
-
-class _Freed(torch.Tensor):
-    """What freed parameters and views of them have in common: operations go to the owner."""
-
-    _shardwise: Handle
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer questions about metadata; have the owner run anything else with the values in memory."""
-        kwargs = kwargs or {}
-        name = name_of(func)
-        if name in METADATA or func is torch.autograd.grad:
-            if name.startswith("new_") and isinstance(args[0], FreedView):
-                args = (torch.empty((), dtype=args[0].dtype, device=args[0].device), *args[1:])
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        touched = [value for value in _flatten((args, kwargs)) if isinstance(value, _Freed)]
-        first = touched[0]
-        if name in _GEOMETRY and len(touched) == 1 and first is args[0]:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(first._twin(), *args[1:], **kwargs)
-        if name.endswith("_like") and first is args[0] and len(touched) == 1:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(torch.empty_strided(*first._strides(), dtype=first.dtype, device=first.device), *args[1:], **kwargs)
-        if name in _CASTS and first is args[0] and len(touched) == 1 and first._is_cast_to_itself(func, args, kwargs):
-            return first
-        if name in _REFUSED:
-            raise refusal(first, name)
-        handles = [value._shardwise for value in touched]
-        by_owner = {id(handle.unit.owner): handle.unit.owner for handle in handles}
-        for owner in by_owner.values():
-            mine = [handle for handle in handles if handle.unit.owner is owner]
-            if not owner.touch(list(dict.fromkeys(handle.unit for handle in mine))):
-                return owner.operate(lambda: _call(func, args, kwargs), mine, name)
-        return _call(func, args, kwargs)
-
-    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the real one."""
-        raise NotImplementedError
-
-    def _twin(self) -> torch.Tensor:
-        """An empty tensor of that geometry."""
-        return torch.empty_strided(*self._strides(), device="meta")
-
-    def _real(self) -> torch.Tensor:
-        """The values, while they are in memory."""
-        raise NotImplementedError
-
-    def _is_cast_to_itself(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
-            if name_of(func) == "contiguous":
-                return bool(self._twin().is_contiguous(*args[1:], **kwargs))
-            twin = torch.empty((0,), dtype=self.dtype, device=self.device)
-            try:
-                found = func(twin, *args[1:], **kwargs)
-            except Exception:
-                return False  # the operation itself will say what is wrong
-            return found is twin or found == twin.type()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise refusal(self, "deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refusal(self, "pickle")
-
-
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation whose Units are gathered now."""
-    return func(*_replaced(args), **_replaced(kwargs))
-
-
-def _replaced(value: Any) -> Any:
-    """Views of freed parameters become real ones; parameters are real themselves while gathered."""
-    if isinstance(value, FreedView):
-        return value._real()
-    if isinstance(value, dict):
-        return {key: _replaced(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(item) for item in value)
-    return value
-
-
-class FreedParameter(_Freed, ShardedParameter):
-    """A parameter whose Unit is freed: shape, dtype, name and place stay; an operation on it is the owner's to run."""
-
-    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        slot = self._shardwise.unit.layout.slots[self._shardwise.slot]
-        return slot.shape, slot.stride
-
-    def _real(self) -> torch.Tensor:
-        return self
-
-    @property
-    def data(self) -> torch.Tensor:
-        """A view of the whole parameter that autograd does not see; inside a pass a real one."""
-        unit = self._shardwise.unit
-        if unit.owner.touch([unit]):
-            alias: torch.Tensor = ShardedParameter.data.fget(self)  # type: ignore[attr-defined]
-            return alias
-        with torch.no_grad():
-            view: torch.Tensor = torch.Tensor.detach(self)
-        return view
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if value is self:
-            return
-        unit, slot = self._shardwise.unit, self._shardwise.slot
-        if unit.owner.touch([unit]):
-            ShardedParameter.data.fset(self, value)  # type: ignore[attr-defined]
-            return
-        if isinstance(value, _Freed) and value._shardwise.slot == slot and value._shardwise.unit is unit:
-            if isinstance(value, FreedView):
-                value.check()
-            return  # its own view
-        if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
-            raise refusal(self, "tying through .data")
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.shape != self.shape
-            or value.dtype != self.dtype
-            or value.device != self.device
-        ):
-            raise refusal(self, "setting .data")
-        with torch.no_grad():
-            torch.Tensor.copy_(self, value)
-        unit.rebind(slot)
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not offer this one to __torch_function__
-        """Refused: there is no storage to set; inside a pass it is the gathered parameter's."""
-        if not self._shardwise.unit.owner.touch([self._shardwise.unit]):
-            raise refusal(self, "set_")
-        return torch.Tensor.set_(self, *args, **kwargs)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze or unfreeze: a flag needs no values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return super().requires_grad_(requires_grad)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Before `shard` a copy is partitioned too; inside a pass it is an ordinary parameter; outside it is refused."""
-        if id(self) not in memo:
-            unit = self._shardwise.unit
-            if unit.owner.allows_optimizer:
-                memo[id(self)] = unit.owner.copied(self._shardwise)
-            elif unit.owner.touch([unit]):
-                return ShardedParameter.__deepcopy__(self, memo)
-            else:
-                raise refusal(self, "deepcopy")
-        return memo[id(self)]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        unit = self._shardwise.unit
-        slot = unit.layout.slots[self._shardwise.slot]
-        return f"FreedParameter({slot.name!r}, shape={list(slot.shape)}, dtype={self.dtype}, unit={unit.name!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise refusal(self, "pickle")
-
-
-class FreedView(_Freed):
-    """A view of a freed parameter, without history: its place, and no values."""
-
-    _geometry: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
-    _epoch: int
-
-    @staticmethod
-    def of(handle: Handle, view: torch.Tensor) -> FreedView:
-        """Stand in for `view`, which lies in the full vector of the handle's Unit."""
-        unit = handle.unit
-        place = (view.data_ptr() - unit.full.data_ptr()) // view.element_size()
-        # Without memory at all, so that code which does not ask `__torch_function__` (collectives, torch.func) is noticed.
-        stand_in: FreedView = torch.Tensor._make_wrapper_subclass(
-            FreedView, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
+def _alive(reference: weakref.ref[Unit]) -> Unit:
+    unit = reference()
+    if unit is None:
+        raise ModelError(
+            "this parameter belongs to a sharded model that no longer exists: keep the model, or the run that sw.shard() "
+            "returned, for as long as its parameters are used."
         )
-        stand_in._shardwise = handle
-        stand_in._geometry = (tuple(view.shape), tuple(view.stride()), place, view.dtype)
-        stand_in._epoch = unit.epochs[handle.slot]
-        return stand_in
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Whatever arrives here has not asked `__torch_function__`: a collective, or an operation of a torch.func transform."""
-        first = next(value for value in _flatten((args, kwargs)) if isinstance(value, FreedView))
-        raise refusal(first, f"{getattr(func, '_opname', func)} {_PAST_PYTHON}")
-
-    def requires_grad_(self, requires_grad: bool = True) -> FreedView:
-        """Refused: it has no memory of its own to be trained."""
-        if requires_grad:
-            raise refusal(self, "training a view")
-        return self
-
-    @property
-    def requires_grad(self) -> bool:
-        """Never: it has no history."""
-        return False
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def is_shared(self) -> bool:
-        """It has no memory to share."""
-        return False
-
-    def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self._geometry[:2]
-
-    def check(self) -> None:
-        """Refuse a view whose values are gone."""
-        unit, slot = self._shardwise.unit, self._shardwise.slot
-        if unit.epochs[slot] != self._epoch:
-            raise FreedParameterError(
-                f"a view of parameter {unit.layout.slots[slot].name!r} was taken before `.data` was assigned, and its old values "
-                "are not kept. Take a copy first: `.data.clone()`."
-            )
-
-    def _real(self) -> torch.Tensor:
-        self.check()
-        shape, stride, place, dtype = self._geometry
-        unit = self._shardwise.unit
-        full = unit.full if unit.full.dtype == dtype else unit.full.view(dtype)
-        return full.as_strided(shape, stride, full.storage_offset() + place)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Itself: it has no history."""
-        return self
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        raise refusal(self, "set_")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        unit = self._shardwise.unit
-        name = unit.layout.slots[self._shardwise.slot].name
-        return f"FreedView(of {name!r}, shape={list(self._geometry[0])}, dtype={self._geometry[3]}, unit={unit.name!r})"
-
-
-def refusal(param: _Freed, what: str) -> FreedParameterError:
-    """What cannot be done to a freed parameter, with the one remedy that fits."""
-    unit = param._shardwise.unit
-    slot = unit.layout.slots[param._shardwise.slot]
-    remedy = _REFUSED.get(what)
-    if what.endswith(_PAST_PYTHON):
-        remedy = "Do it inside `with torch.no_grad(), run.gathered(module):`, on every rank."
-    if what in _CONVERSIONS:
-        remedy = "Convert or move the model before sw.shard(); sw.shard(precision=...) sets the stored and computing dtypes."
-    return FreedParameterError(
-        f"{what} on parameter {slot.name!r} (shape {list(slot.shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
-        f"rank's shard is in memory outside the forward pass. {remedy or unit.owner.remedy()}"
-    )
-
-
-def name_of(func: Any) -> str:
-    """What an operation is called in messages."""
-    name = getattr(func, "__name__", None) or str(func)
-    if str(getattr(func, "__module__", "")).startswith(COLLECTIVES):
-        return f"{COLLECTIVES}.{name}"
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", name)
-        return attribute if name == "__get__" else f"setting .{attribute}"
-    return name
-
-
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _flatten(item)]
-    return [value]
-
-
-@functools.cache
-def managed_classes(cls: type[nn.Parameter]) -> tuple[type[ShardedParameter], type[FreedParameter]]:
-    """The (gathered, freed) classes for parameters of class `cls`, which may be one of them already."""
-    if issubclass(cls, ShardedParameter):
-        cls = cls._user_class
-    if cls is nn.Parameter:
-        return ShardedParameter, FreedParameter
-    gathered = type(f"Sharded{cls.__name__}", (ShardedParameter, cls), {"_user_class": cls})
-    freed = type(f"Freed{cls.__name__}", (FreedParameter, cls), {"_user_class": cls})
-    return gathered, freed
+    return unit

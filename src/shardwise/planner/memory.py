@@ -8,6 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from shardwise.engine import MAX_EVICTIONS, MAX_IN_FLIGHT
+from shardwise.optim import NUM_SETS
+from shardwise.partition import fill_buckets, needs_own_master
+from shardwise.stages import STAGES, Held
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitSize:
@@ -55,64 +60,75 @@ def plan_memory(
     num_moments: int,
     exchange_bytes: int = 0,
     activation_bytes: int = 0,
-    reductions_in_flight: int = 3,
+    reductions_in_flight: int = MAX_IN_FLIGHT + 1,
     prefetch_bytes: int = 0,
-    bucket_bytes: int = 0,
-    away: Collection[str] = (),
+    offloaded: Collection[str] = (),
     step_bytes: int = 0,
-    step_sets: int = 3,
-    evictions_in_flight: int = 2,
+    accumulates: bool = False,
 ) -> MemoryPlan:
     """Bytes of memory per rank for a stage.
 
     Parameters are whole below stage 3. Masters cost bytes only where they are not the stored parameters themselves.
     Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on,
-    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum. What is `away`
-    ('params', 'grads', 'optimizer') is on disk and costs only the buffers it passes through.
+    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum. What is `offloaded`
+    ('params', 'grads', 'optimizer') costs only the buffers it passes through. `accumulates`: local gradients are summed over
+    several backwards, so all of them are kept.
     """
+    row = STAGES[stage]
     trainable = [u for u in units if u.is_trainable]
-    span = {id(u): u.full_numel if stage == 0 else u.shard_numel for u in trainable}
-    if stage == 3:
-        param = 0 if "params" in away else sum(u.shard_numel * u.stored_itemsize for u in units)
+    span = {id(u): u.full_numel if row.states is Held.FULL else u.shard_numel for u in trainable}
+    if row.params is Held.SHARD:
+        param = 0 if "params" in offloaded else sum(u.shard_numel * u.stored_itemsize for u in units)
         gathered = _largest_chain(units) + prefetch_bytes
     else:
         param = sum(u.full_numel * u.compute_itemsize for u in units)
         param += sum(u.shard_numel * u.stored_itemsize for u in units if u.stored_itemsize != u.compute_itemsize)
         gathered = 0
-    master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, stage))
-    local = [u.full_numel * u.compute_itemsize for u in trainable]
-    on_the_way = sum(local) if stage < 2 else _largest_run(_buckets(local, bucket_bytes), reductions_in_flight)
+    master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, span[id(u)]))
+    on_the_way = _local_grads(trainable, reductions_in_flight if row.grads is Held.SHARD and not accumulates else None)
     on_the_way += 2 * max((u.shared_numel * u.compute_itemsize for u in trainable), default=0)
     spans = [span[id(u)] * u.master_itemsize for u in trainable]
-    passing = _passing_bytes(spans, bool(master), num_moments, away, step_bytes, step_sets, evictions_in_flight)
+    passing = _passing_bytes(spans, bool(master), num_moments, offloaded, step_bytes)
     return MemoryPlan(
         param=param,
-        master=0 if "optimizer" in away else master,
-        grad=(0 if "grads" in away else sum(spans)) + on_the_way,
-        moment=0 if "optimizer" in away else num_moments * sum(spans),
+        master=0 if "optimizer" in offloaded else master,
+        grad=(0 if "grads" in offloaded else sum(spans)) + on_the_way,
+        moment=0 if "optimizer" in offloaded else num_moments * sum(spans),
         buffer=gathered + exchange_bytes + passing,
         activation=activation_bytes,
     )
 
 
-def _passing_bytes(
-    spans: Sequence[int], has_masters: bool, num_moments: int, away: Collection[str], step_bytes: int, sets: int, evictions: int
-) -> int:
+def _has_own_master(unit: UnitSize, span_numel: int) -> bool:
+    return needs_own_master(
+        is_stored=unit.master_itemsize == unit.stored_itemsize,
+        is_computed=unit.stored_itemsize == unit.compute_itemsize,
+        updates_shard=span_numel == unit.shard_numel,
+    )
+
+
+def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
+    """Local gradients that are alive at once: of so many neighbouring buckets in the order of the backward, None for all."""
+    units = list(reversed(trainable))
+    if num_buckets is None:
+        return sum(u.full_numel * u.compute_itemsize for u in units)
+    kinds = [(u.stored_itemsize, u.compute_itemsize, u.master_itemsize) for u in units]
+    buckets = fill_buckets([u.shard_numel * u.master_itemsize for u in units], kinds)
+    sizes = [sum(units[at].full_numel * units[at].compute_itemsize for at in bucket) for bucket in buckets]
+    return _largest_run(sizes, num_buckets)
+
+
+def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, offloaded: Collection[str], step_bytes: int) -> int:
     """Buffers that vectors pass through to and from disk: those of a step, or those of gradients if they are more."""
-    vectors: float = num_moments if "optimizer" in away else 0
-    vectors += "grads" in away
-    vectors += "params" in away or (has_masters and "optimizer" in away)
-    vectors += 0.5 if has_masters and "params" in away else 0  # rounded copies go out beside the masters
-    step = int(sets * vectors * min(step_bytes, sum(spans)))
-    if "grads" not in away:
+    vectors: float = num_moments if "optimizer" in offloaded else 0
+    vectors += "grads" in offloaded
+    vectors += "params" in offloaded or (has_masters and "optimizer" in offloaded)
+    vectors += 0.5 if has_masters and "params" in offloaded else 0  # rounded copies go out beside the masters
+    step = int(NUM_SETS * vectors * min(step_bytes, sum(spans)))
+    if "grads" not in offloaded:
         return step
     largest = max(spans, default=0)
-    return max(step + max(largest - step_bytes, 0), _largest_run(spans, evictions + 1))
-
-
-def _has_own_master(unit: UnitSize, stage: int) -> bool:
-    same_as_stored = unit.master_itemsize == unit.stored_itemsize
-    return not (same_as_stored and (stage > 0 or unit.stored_itemsize == unit.compute_itemsize))
+    return max(step + max(largest - step_bytes, 0), _largest_run(spans, MAX_EVICTIONS + 1))
 
 
 def _largest_chain(units: Sequence[UnitSize]) -> int:
@@ -121,17 +137,6 @@ def _largest_chain(units: Sequence[UnitSize]) -> int:
     return max(
         sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + ".")) for deepest, _ in sizes
     )
-
-
-def _buckets(sizes: Sequence[int], limit: int) -> list[int]:
-    """Units that are reduced together: in the order of the backward, as many as fit."""
-    found: list[int] = []
-    for size in reversed(sizes):
-        if found and found[-1] + size <= limit:
-            found[-1] += size
-        else:
-            found.append(size)
-    return found
 
 
 def _largest_run(sizes: Sequence[int], length: int) -> int:

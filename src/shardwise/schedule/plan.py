@@ -1,32 +1,34 @@
-"""Trace, sizes and budget in, moves out. Pure arithmetic."""
+"""Trace and budget in, plan out. Pure arithmetic."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from shardwise.schedule.trace import Move
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which Units a step gathers, in order, and how far ahead each may be started."""
+    """The moves of a step in order, and how far ahead each may be started."""
 
-    order: tuple[int, ...]
+    order: tuple[Move, ...]
     backward_at: int
     """Where in `order` the backward begins."""
     reach: tuple[int, ...]
     """`reach[i]`: positions below this one may have been started when position i - 1 is in use (i = 0: before the first)."""
 
 
-def make_plan(order: Sequence[int], backward_at: int, sizes: Mapping[int, int], budget_bytes: int, depth: int) -> Plan:
-    """At most `depth` Units ahead of the one in use, and never more than `budget_bytes` of them together.
+def make_plan(order: Sequence[Move], backward_at: int, budget_bytes: int, depth: int) -> Plan:
+    """At most `depth` moves ahead of the one in use, and never more than `budget_bytes` of them together.
 
-    A Unit that alone exceeds the budget is not started early, and nothing behind it overtakes it.
+    A move that alone exceeds the budget is not started early, and nothing behind it overtakes it.
     """
     reach = []
     for position in range(len(order) + 1):
         stop, ahead_bytes = position, 0
         while stop < len(order) and stop - position < depth:
-            ahead_bytes += sizes[order[stop]]
+            ahead_bytes += order[stop].num_bytes
             if ahead_bytes > budget_bytes:
                 break
             stop += 1

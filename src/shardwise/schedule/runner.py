@@ -1,38 +1,35 @@
-"""Carries a plan out: starts gathers before they are needed, and gives up what a pass skips.
+"""Carries a plan out: starts moves before they are needed, and gives up what a pass skips.
 
-Called by the runtime at every gather, free and pass boundary. It knows Units as numbers; `start` and `drop` do the work.
+Called by the engine at every gather, free and pass boundary. It knows moves only; `start` and `drop` do the work.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from shardwise.schedule.depth import Depth
 from shardwise.schedule.plan import Plan, make_plan
-from shardwise.schedule.trace import Phase, Trace
+from shardwise.schedule.trace import Move, Phase, Trace
 
 
 class Runner:
     """Follows the trace of the last step through this one."""
 
-    def __init__(
-        self, sizes: Mapping[int, int], budget_bytes: int, start: Callable[[int], bool], drop: Callable[[int], None]
-    ) -> None:
-        """`sizes` in bytes by Unit; `start(unit)` is False if that Unit cannot be started yet; `drop(unit)` gives one up."""
-        self._sizes = sizes
+    def __init__(self, num_moves: int, budget_bytes: int, start: Callable[[Move], bool], drop: Callable[[Move], None]) -> None:
+        """`num_moves` there can be at most; `start(move)` is False if it cannot be started yet; `drop(move)` gives it up."""
         self.budget_bytes = budget_bytes
         self._start = start
         self._drop = drop
         self._trace = Trace()
-        self.depth = Depth(most=len(sizes))
+        self.depth = Depth(most=num_moves)
         self._plan = Plan((), 0, (0,))
         self._is_stale = False
         self._phase: Phase | None = None
-        self._position = 0  # the next gather the plan expects
-        self._next = 0  # the next gather to start
+        self._position = 0  # the next move the plan expects
+        self._next = 0  # the next move to start
         self._stop = 0  # the first one that this pass does not lead to
-        self._started: deque[tuple[int, int]] = deque()  # (position, Unit) started and not yet used
+        self._started: deque[tuple[int, Move]] = deque()  # (position, move) started and not yet used
         self.num_early = 0
         self.num_on_demand = 0
 
@@ -43,7 +40,7 @@ class Runner:
         self._stop = len(self._plan.order) if leads_to_backward else self._plan.backward_at
 
     def begin_backward(self) -> None:
-        """Autograd has begun: what was gathered since the last forward began is what a forward gathers."""
+        """Autograd has begun: what was moved since the last forward began is what a forward moves."""
         if self._phase is Phase.FORWARD:
             self._is_stale |= self._trace.end(Phase.FORWARD)
         self._begin(Phase.BACKWARD)
@@ -60,31 +57,31 @@ class Runner:
         if self._is_stale:
             self._give_up_all()
             order, backward_at = self._trace.order()
-            self._plan = make_plan(order, backward_at, self._sizes, self.budget_bytes, self.depth.now)
+            self._plan = make_plan(order, backward_at, self.budget_bytes, self.depth.now)
             self._is_stale = False
         self._phase = phase
         self._trace.begin(phase)
         self._move_to(0 if phase is Phase.FORWARD else self._plan.backward_at)
 
-    def use(self, unit: int) -> None:
-        """A Unit is needed now."""
+    def use(self, move: Move) -> None:
+        """What a move brings is needed now."""
         if self._phase is None:
             self.num_on_demand += 1
             return
-        self._trace.add(self._phase, unit)
-        early = next((entry for entry in self._started if entry[1] == unit), None)
+        self._trace.add(self._phase, move)
+        early = next((entry for entry in self._started if entry[1] == move), None)
         if early is not None:
             self._started.remove(early)
         self.num_early += early is not None
         self.num_on_demand += early is None
-        found = self._find(unit)
+        found = self._find(move)
         if found is not None:
             self._move_to(found + 1)
 
-    def _find(self, unit: int) -> int | None:
-        """Where the plan expects this Unit next, in the pass that runs; blocks in between were skipped."""
+    def _find(self, move: Move) -> int | None:
+        """Where the plan expects this move next, in the pass that runs; those in between were skipped."""
         stop = self._plan.backward_at if self._phase is Phase.FORWARD else len(self._plan.order)
-        return next((p for p in range(self._position, stop) if self._plan.order[p] == unit), None)
+        return next((p for p in range(self._position, stop) if self._plan.order[p] == move), None)
 
     def _move_to(self, position: int) -> None:
         """Expect `position` next; of what was started, drop what lies before it or too far ahead of it."""
@@ -97,7 +94,7 @@ class Runner:
 
     @property
     def expects_more(self) -> bool:
-        """Whether the pass that runs, or the backward it leads to, has gathers ahead that were not started."""
+        """Whether the pass that runs, or the backward it leads to, has moves ahead that were not started."""
         return self._phase is not None and self._next < self._stop
 
     def pump(self) -> None:
@@ -105,10 +102,10 @@ class Runner:
         if self._phase is None:
             return
         while self._next < min(self._plan.reach[self._position], self._stop):
-            unit = self._plan.order[self._next]
-            if any(unit == started for _, started in self._started) or not self._start(unit):
+            move = self._plan.order[self._next]
+            if any(move == started for _, started in self._started) or not self._start(move):
                 return  # still in use: its turn comes when it is freed
-            self._started.append((self._next, unit))
+            self._started.append((self._next, move))
             self._next += 1
 
     def stop(self) -> None:

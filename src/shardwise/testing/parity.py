@@ -7,6 +7,7 @@ Where the run stores 16-bit parameters, the reference rounds at the same places.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ class SupportsParity(Protocol):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global gradient norm."""
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Sum gradients locally."""
 
     def iter_grads(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The full reduced gradients."""
@@ -136,9 +140,14 @@ class PlainTrainer:
                 if self.masters[name] is not param:
                     param.copy_(self.masters[name].to(self._stored))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Local backward, then average over ranks and accumulate; every rank goes on with rank 0's buffers."""
+    def backward(self, loss: torch.Tensor, *, reduces: bool = True) -> None:
+        """Local backward, then average over ranks and accumulate; every rank goes on with rank 0's buffers.
+
+        Without `reduces` autograd sums locally, and the next backward that reduces averages the sum.
+        """
         loss.backward()
+        if not reduces:
+            return
         params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         local = {name: param.grad for name, param in params.items()}
         for param in self.model.parameters():
@@ -216,13 +225,15 @@ def compare_with_plain(
     steps: int,
     max_norm: float | None = None,
     accumulate: int = 1,
+    sums_locally: bool = False,
     seed: int = 1234,
     add_up: AddUp | None = None,
 ) -> ParityReport:
     """Train both for `steps` steps on the same data and compare losses, gradients and values after each.
 
-    `loss_of(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. `add_up` sums
-    the reference's gradients over ranks; None: in rank order.
+    `loss_of(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. With `sums_locally`
+    all backwards of a step but the last are inside `run.accumulating()`. `add_up` sums the reference's gradients over ranks;
+    None: in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast")
@@ -236,8 +247,10 @@ def compare_with_plain(
                 torch.manual_seed(seed + 1000 * number + rank)
                 expected = loss_of(plain, number)
                 comparison.add("loss", step, loss.detach(), expected.detach())
-                run.scaler.scale(loss).backward()
-                reference.backward(expected)
+                reduces = not sums_locally or micro == accumulate - 1
+                with contextlib.nullcontext() if reduces else run.accumulating():
+                    run.scaler.scale(loss).backward()
+                reference.backward(expected, reduces=reduces)
             run.scaler.unscale_(optimizer)
             if max_norm is not None:
                 run.clip_grad_norm_(max_norm)  # clipped gradients are compared through the values they lead to

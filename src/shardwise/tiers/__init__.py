@@ -14,8 +14,9 @@ through few buffers, whatever the model's size.
 
 from shardwise.tiers.buffers import Buffer, Buffers
 from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory, checksum
+from shardwise.tiers.extents import Extents
 from shardwise.tiers.heap import Heap
-from shardwise.tiers.ledger import Kind, Ledger, Tier
+from shardwise.tiers.ledger import Kind, Ledger, Tier, device_tier
 from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer, own_storage
 from shardwise.tiers.mover import Mover
 from shardwise.tiers.pages import SparePages
@@ -28,6 +29,7 @@ __all__ = [
     "Buffers",
     "DiskFile",
     "DiskShelf",
+    "Extents",
     "FixedBuffer",
     "FullBuffer",
     "Heap",
@@ -41,6 +43,7 @@ __all__ = [
     "Tier",
     "aligned_memory",
     "checksum",
+    "device_tier",
     "is_aligned",
     "make_full_buffer",
     "own_storage",

@@ -24,6 +24,7 @@ from shardwise import native
 from shardwise.errors import DiskError
 from shardwise.observe import format_bytes, pause
 from shardwise.ticket import Ticket
+from shardwise.tiers.extents import Extents
 from shardwise.tiers.io import File, IoEngine, make_engine
 from shardwise.tiers.memory import MappedBuffer
 from shardwise.tiers.pages import HUGE_PAGE_BYTES
@@ -62,6 +63,7 @@ class DiskFile:
         self._finalizer = weakref.finalize(self, _end, self.engine, self._descriptors)
         self._peers: list[File] = []
         self.size = 0
+        self._extents = Extents()  # ranges that were released
         self.bytes_read = 0
         self.bytes_written = 0
         self._checksums: dict[tuple[int, int], int] | None = {} if checks else None
@@ -84,15 +86,35 @@ class DiskFile:
             )
 
     def reserve(self, num_bytes: int) -> int:
-        """Allocate a range of whole blocks and return its offset."""
+        """Allocate a range of whole blocks and return its offset; one that was released, if it is long enough."""
         assert self._finalizer.alive, "reserved after close"
         length = aligned(num_bytes)
+        offset = self._extents.reserve(length) if length else None
+        if offset is None:
+            offset = self.size
+        self.allocate(offset, length)
+        self.size = max(self.size, offset + length)
+        return offset
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """Give a range back; it may be reserved again."""
+        self.punch(offset, num_bytes)
+        self._extents.release(offset, aligned(num_bytes))
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Have blocks behind a range, so that a full disk is noticed before anything is written."""
+        length = aligned(num_bytes)
         self.require(length)
-        offset = self.size
         if length:
             _allocate(self.file, offset, length)
-        self.size += length
-        return offset
+
+    def punch(self, offset: int, num_bytes: int) -> None:
+        """Give a range's blocks to the file system; it reads as zeros."""
+        self.engine.drain()  # nothing may still be written there
+        length = aligned(num_bytes)
+        _punch(self.file, offset, length)
+        if self._checksums is not None:
+            self._forget(offset, length)
 
     # -- other ranks' files -----------------------------------------------------------------------------------
 
@@ -137,9 +159,13 @@ class DiskFile:
     def _remember(self, memory: torch.Tensor, offset: int) -> None:
         assert self._checksums is not None
         length = _num_bytes(memory)
-        for key in [k for k in self._checksums if k[0] < offset + length and offset < k[0] + k[1]]:
-            del self._checksums[key]  # only ranges that are read as they were written are checked
+        self._forget(offset, length)  # only ranges that are read as they were written are checked
         self._checksums[offset, length] = checksum(memory)
+
+    def _forget(self, offset: int, length: int) -> None:
+        assert self._checksums is not None
+        for key in [k for k in self._checksums if k[0] < offset + length and offset < k[0] + k[1]]:
+            del self._checksums[key]
 
     def verify(self, memory: torch.Tensor, offset: int) -> None:
         """Compare what was read with what was written there, if the same range was."""
@@ -280,6 +306,16 @@ def _allocate(file: File, offset: int, length: int) -> None:
             f"allocating {format_bytes(length)} at offset {offset} of {file.path} failed: {os.strerror(error)}. Free space there "
             "or name another directory in Offload(path=...).",
         )
+
+
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+
+def _punch(file: File, offset: int, length: int) -> None:
+    """Drop the blocks of a range, where the file system can; elsewhere they stay until the file goes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if length and hasattr(libc, "fallocate"):
+        libc.fallocate(file.descriptor, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
 
 
 def _num_bytes(memory: torch.Tensor) -> int:

@@ -6,6 +6,8 @@ import enum
 import weakref
 from collections.abc import Callable
 
+import torch
+
 from shardwise.errors import LifecycleError, MemoryBudgetError
 
 
@@ -15,6 +17,11 @@ class Tier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+def device_tier(device: torch.device) -> Tier:
+    """Which tier memory of a device counts to: a CPU's is the host's."""
+    return Tier.HOST if device.type == "cpu" else Tier.DEVICE
 
 
 class Kind(enum.Enum):

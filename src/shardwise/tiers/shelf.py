@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from shardwise.errors import LifecycleError, MemoryBudgetError
 from shardwise.ticket import Chain, Returning, Ticket
 from shardwise.tiers.disk import ALIGNMENT, DiskFile
+from shardwise.tiers.extents import Extents
 from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.mover import Mover
 
@@ -50,7 +52,36 @@ class Shelf(ABC):
             at += whole_quanta(numel)
         self.numel = at
         self._lengths = dict(lengths)
+        self._extents = Extents()
         self._mover = mover
+
+    def reserve(self, unit: int, numel: int) -> int:
+        """Give a Unit a range that others have released, and return its first element."""
+        if unit in self.starts:
+            raise LifecycleError(f"Unit {unit} has a range on this shelf already: a broken invariant.")
+        start = self._extents.reserve(whole_quanta(numel))
+        if start is None:
+            raise MemoryBudgetError(
+                f"{numel} elements do not fit on this shelf: of {self.numel}, {self._extents.free} are free, in pieces. Release "
+                "more of it first."
+            )
+        self._take(start, whole_quanta(numel))
+        self.starts[unit], self._lengths[unit] = start, numel
+        return start
+
+    def release(self, unit: int) -> None:
+        """Give a Unit's range back: its bytes are gone, and others may have it."""
+        start, numel = self.starts.pop(unit), whole_quanta(self._lengths.pop(unit))
+        self._extents.release(start, numel)
+        self._give(start, numel)
+
+    @abstractmethod
+    def _take(self, start: int, numel: int) -> None:
+        """Have memory behind a range again."""
+
+    @abstractmethod
+    def _give(self, start: int, numel: int) -> None:
+        """Give the memory behind a range back, as far as the tier can."""
 
     @abstractmethod
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
@@ -86,6 +117,12 @@ class HostShelf(Shelf):
         ledger.take(Tier.HOST, kind, num_bytes)
         self.vector = mover.host_memory(num_bytes)[:num_bytes].view(dtype)
 
+    def _take(self, start: int, numel: int) -> None:
+        """The vector keeps its memory."""
+
+    def _give(self, start: int, numel: int) -> None:
+        """The vector keeps its memory."""
+
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
         """Copy up."""
         target = memory.view(self.dtype)
@@ -105,8 +142,19 @@ class DiskShelf(Shelf):
     ) -> None:
         super().__init__(dtype, lengths, mover)
         self._disk = disk
+        self._kind, self._ledger = kind, ledger
         self._offset = disk.reserve(self.numel * dtype.itemsize)
         ledger.take(Tier.DISK, kind, self.numel * dtype.itemsize)
+
+    def _take(self, start: int, numel: int) -> None:
+        """Allocate the blocks again, so that a full disk is noticed now."""
+        self._disk.allocate(self._offset + start * self.dtype.itemsize, numel * self.dtype.itemsize)
+        self._ledger.take(Tier.DISK, self._kind, numel * self.dtype.itemsize)
+
+    def _give(self, start: int, numel: int) -> None:
+        """The file system gets the blocks."""
+        self._disk.punch(self._offset + start * self.dtype.itemsize, numel * self.dtype.itemsize)
+        self._ledger.give(Tier.DISK, self._kind, numel * self.dtype.itemsize)
 
     def read(self, memory: torch.Tensor, start: int) -> Ticket:
         """Start filling aligned host memory."""

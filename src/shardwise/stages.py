@@ -1,4 +1,7 @@
-"""The ZeRO table: what each stage holds whole and what it holds in shards. The only place where stages differ."""
+"""The ZeRO table: what each stage holds whole and what it holds in shards. The only place where stages differ.
+
+Configuration, planner and engine read their answers here; nothing else compares stage numbers.
+"""
 
 from __future__ import annotations
 

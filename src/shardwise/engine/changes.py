@@ -1,0 +1,110 @@
+"""Brings what user code writes into parameters to shards and masters: noticed on any rank, stored by all at once.
+
+Called by the runtime before a step and after a backward, and around everything that reads shards. Every rank keeps only its own
+slice of what it sees, so all must have made the same change; a change that they have not all made is refused and nothing is
+stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shardwise.comm import Transport, World
+from shardwise.engine.digest import digest
+from shardwise.engine.gathering import Gathering
+from shardwise.engine.offload import Offloading
+from shardwise.errors import RanksDifferError
+from shardwise.partition import Unit, absorb, differs, write_back
+
+
+class Changes:
+    """Writes by hand to the parameters of one run."""
+
+    def __init__(self, gathering: Gathering, world: World, transport: Transport, offload: Offloading) -> None:
+        self._gathering = gathering
+        self._units = gathering.units
+        self._world = world
+        self._transport = transport
+        self._offload = offload
+        self._shared: list[Unit] = []  # Units whose memory user code of any rank held when they were last looked for
+
+    def absorb(self) -> None:
+        """Bring masters and shards up to date with what user code, on any rank, wrote into parameters."""
+        for unit in self._units:
+            use = self._gathering.use(unit)
+            if unit.is_always_full:
+                # Of values that are stored in fewer bits the masters would win: look at all of them, whatever versions say.
+                if unit.may_be_written() or (unit.blueprint.is_narrow and differs(unit)):
+                    absorb(unit)
+                    use.is_written = True
+            elif unit.was_written_while_freed:
+                unit.reopen() if unit.keeps_memory else self._gathering.gather(unit)  # an overlay's gather needs nobody else
+                use.is_written = True
+        written = [int(use.is_written) for use in self._gathering.uses]
+        shared = [int(not unit.is_always_full and not unit.is_overlaid and unit.is_shared) for unit in self._units]
+        found = [flag for _, flag in self.agree_on([*written, *shared])]
+        self._shared = [unit for unit, is_shared in zip(self._units, found[len(written) :], strict=True) if is_shared]
+        self.store(self.chosen(found[: len(written)]))
+
+    def chosen(self, flags: Iterable[int | bool]) -> list[Unit]:
+        """Units whose flag is set, one flag for each."""
+        return [unit for unit, flag in zip(self._units, flags, strict=True) if flag]
+
+    def show_new_values(self) -> None:
+        """After a step: memory that user code of any rank holds shows the new values too."""
+        for unit in self._shared:
+            self._gathering.gather(unit)
+            self._gathering.free(unit)
+        self._shared = []
+
+    def round(self) -> None:
+        """The model computes with what is stored, also where user code has just written more digits."""
+        for unit in self._units:
+            if unit.is_always_full and unit.blueprint.is_narrow and unit.may_be_written():
+                absorb(unit)
+                with self._offload.on_device(unit, keeps_changes=True):
+                    write_back(unit)
+                unit.writes.note()
+                self._gathering.use(unit).is_written = True  # ranks have yet to agree that they have made the same change
+
+    def store(self, units: Sequence[Unit]) -> None:
+        """Write what user code changed in gathered parameters back to the shards."""
+        if not units:
+            return
+        self.require_alike(units)
+        for unit in units:
+            with self._offload.on_device(unit, keeps_changes=True):
+                write_back(unit)
+            unit.writes.note()
+            self._gathering.use(unit).is_written = False
+        self._transport.fence()
+        for unit in units:
+            self._gathering.free(unit)
+
+    def require_alike(self, units: Sequence[Unit]) -> None:
+        """Refuse changes that ranks have not all made."""
+        found = self.agree_on([digest(unit.full) if unit.is_gathered else -1 for unit in units])
+        for unit, (low, high) in zip(units, found, strict=True):
+            if low != high:
+                self._forget(units)
+                raise RanksDifferError(
+                    f"parameters of Unit {unit.name!r} ({unit.layout.slots[0].name!r} ...) were changed by user code, and not "
+                    "alike on every rank: one value cannot stand for all, and nothing was stored. Make the same change on every "
+                    "rank (seed alike, or all-reduce what it depends on), or keep such values in a buffer."
+                )
+
+    def _forget(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            use = self._gathering.use(unit)
+            use.is_written = False
+            if unit.is_gathered and not unit.is_always_full and not use.scopes:
+                use.passages.clear()
+                unit.free()
+
+    def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
+        """The smallest and the largest of every value over all ranks."""
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self._world.device)
+        found = self._transport.combine(both, torch.distributed.ReduceOp.MAX).tolist()
+        return [(-low, high) for high, low in zip(found[: len(values)], found[len(values) :], strict=True)]

@@ -1,0 +1,207 @@
+"""Gathers and frees Units: starts early, waits, and knows who needs what to stay.
+
+Called by the runtime, which decides when. Start and wait are separate: a gather that the schedule started early is only waited
+for. A Unit stays gathered while its `Use` says that somebody needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import Transport, World
+from shardwise.engine.offload import Offloading
+from shardwise.engine.saved import SavedPlaces
+from shardwise.engine.transforms import outside_transforms
+from shardwise.observe import EventLog, pause
+from shardwise.partition import Unit, UnitState, absorb
+from shardwise.schedule import Move, Runner
+from shardwise.ticket import Ticket
+from shardwise.tiers import SparePages
+
+
+class Use:
+    """Why a Unit must stay gathered. The engine's own record of a Unit."""
+
+    __slots__ = ("is_pinned", "is_written", "num_contexts", "passages", "scopes")
+
+    def __init__(self) -> None:
+        self.scopes = 0  # forward calls and contexts that are inside the Unit now
+        self.num_contexts = 0  # of which run.gathered contexts
+        self.passages: set[object] = set()  # backwards of forward calls that have begun and not ended
+        self.is_pinned = False  # a graph holds its values, not places: kept until the next optimizer step
+        self.is_written = False  # user code has changed gathered values, and they are not in the shards yet
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anybody needs the full vector."""
+        return self.scopes > 0 or self.is_pinned or self.is_written or bool(self.passages)
+
+
+class Gathering:
+    """The gathers of one run: under way, in use, and kept."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        world: World,
+        transport: Transport,
+        offload: Offloading,
+        saved: SavedPlaces,
+        events: EventLog,
+        *,
+        prefetch_bytes: int,
+        spare_pages: SparePages | None,
+    ) -> None:
+        """`prefetch_bytes`: bound of what is gathered ahead of its use, 0 for nothing."""
+        self.units = units
+        self.uses = [Use() for _ in units]
+        self._transport = transport
+        self._offload = offload
+        self._saved = saved
+        self._events = events
+        self._spare_pages = spare_pages
+        self._tickets: dict[int, Ticket] = {}  # gathers that were started and not waited for, by Unit
+        self._kept: dict[int, Unit] = {}  # freed Units whose memory user code's views keep
+        self._stall_s = 0.0
+        self._step_began = self._events.now()
+        self._moves = [Move(unit.index, offload.source_of(unit), "full", unit.full_bytes) for unit in units]
+        self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop) if prefetch_bytes else None
+
+    def use(self, unit: Unit) -> Use:
+        """The engine's record of a Unit."""
+        return self.uses[unit.blueprint.index]
+
+    # -- gather -----------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Shards to full, and the parameters become usable; often the gather was started early."""
+        with outside_transforms():
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        begin = self._events.now()
+        index = unit.index
+        if self.runner is not None:
+            self.runner.use(self._moves[index])
+        if index not in self._tickets:
+            self._start(unit)
+        ticket = self._tickets.pop(index)
+        try:
+            pause("gather.wait")
+            ticket.wait()
+        except Exception:
+            unit.cancel_gather()
+            raise
+        except BaseException:
+            self._tickets[index] = ticket  # interrupted: it goes on, for the next who asks or for `settle`
+            raise
+        pause("gather.expose")
+        unit.expose()
+        self._saved.know(unit)
+        self._events.emit("gathered", unit.name, since=begin)
+        self._events.emit_span("gather", unit.name, ticket.span, "gather")
+        if self.runner is not None:
+            self._stall_s += self._events.now() - begin
+            self.runner.pump()
+
+    def _start(self, unit: Unit) -> None:
+        begin = self._events.now()
+        full = unit.begin_gather()
+        try:
+            if unit.blueprint.offloads_shard:
+                ticket = self._offload.gather(unit, full, self._transport)
+            else:
+                ticket = self._transport.gather(unit.index, unit.shard, full)
+        except BaseException:
+            unit.cancel_gather()
+            raise
+        self._tickets[unit.index] = ticket
+        self._events.emit("gather", unit.name, since=begin)
+
+    def _start_early(self, move: Move) -> bool:
+        unit = self.units[move.what]
+        if unit.state is not UnitState.SHARDED:
+            return False
+        self._start(unit)
+        return True
+
+    def is_under_way(self, unit: Unit) -> bool:
+        """Whether a gather was started and not waited for."""
+        return unit.index in self._tickets
+
+    def _drop(self, move: Move) -> None:
+        """Give up a gather that was started early: its Unit was not used after all."""
+        unit, ticket = self.units[move.what], self._tickets.pop(move.what)
+        try:
+            ticket.wait()
+        finally:
+            self._events.emit("drop", unit.name)
+            unit.cancel_gather()
+
+    def settle(self) -> None:
+        """Something other than the expected pass comes next: hold nothing that was started early."""
+        if self.runner is not None:
+            self.runner.stop()
+        for index in list(self._tickets):
+            self._drop(self._moves[index])
+        if self._spare_pages is not None:
+            self._spare_pages.drop()
+
+    # -- free -------------------------------------------------------------------------------------------------
+
+    def free(self, unit: Unit) -> None:
+        """Give a full vector's memory back, unless somebody needs it or it holds what the shards do not have."""
+        use = self.uses[unit.blueprint.index]
+        if not unit.is_gathered or unit.is_always_full or use.is_needed:
+            return
+        if unit.may_be_written():
+            absorb(unit)
+            use.is_written = True  # kept until all ranks are at a point where it can be written back
+            return
+        self._events.emit("free", unit.name)
+        with outside_transforms():
+            unit.free()
+        if unit.keeps_memory:
+            self._kept[unit.index] = unit
+        if self.runner is not None and not self._transport.watch.has_failed:
+            self.runner.pump()
+        if self._spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
+            self._spare_pages.drop()
+
+    def free_all(self) -> None:
+        """Free whatever nobody needs."""
+        for unit in self.units:
+            self.free(unit)
+
+    def discard_kept(self) -> None:
+        """Give back memory that was in use when its Unit was freed, and no longer is."""
+        for unit in list(self._kept.values()):
+            unit.discard_kept()
+            if not unit.keeps_memory:
+                del self._kept[unit.index]
+
+    def end_passages(self) -> None:
+        """A backward is over, whichever of its passages were seen to end."""
+        for use in self.uses:
+            use.passages.clear()
+
+    def unpin(self, unit: Unit) -> None:
+        """No longer keep a Unit gathered for a graph that saved its values: autograd would notice if that were run now."""
+        use = self.use(unit)
+        if use.is_pinned:
+            use.is_pinned = False
+            torch.autograd.graph.increment_version(unit.full)
+
+    def cover(self, unit: Unit) -> None:
+        """Have the next touch of a covered parameter noticed, unless a context shows it to everybody."""
+        if unit.is_covered and not self.use(unit).num_contexts:
+            unit.cover()
+
+    def stall_percent(self) -> int:
+        """Whole percent of the time since the last call that this rank waited for gathers."""
+        now = self._events.now()
+        share = 100.0 * self._stall_s / max(now - self._step_began, 1e-9)
+        self._stall_s, self._step_began = 0.0, now
+        return min(int(share), 255)

@@ -1,0 +1,95 @@
+"""Norms of the whole reduced gradient, clipping and unscaling by them: the same answers on every rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Transport, World
+from shardwise.engine.gradients import Gradients
+from shardwise.errors import NonFiniteGradientError, OptimizerError
+from shardwise.stages import Held, Stage
+
+
+class Norms:
+    """Reads gradients where they are kept, and combines what every rank found."""
+
+    def __init__(self, gradients: Gradients, world: World, transport: Transport, stage: Stage, *, needs_scaling: bool) -> None:
+        self._gradients = gradients
+        self._units = gradients.units
+        self._home = gradients.home
+        self._needs_scaling = needs_scaling
+        self._device = world.device
+        self._transport = transport
+        self._is_partitioned = stage.states is Held.SHARD  # else every rank has the whole gradient
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """Formed in fp64 and rounded to fp32.
+
+        Squares of fp32 values are exact in fp64 and their sum is good to about 1e-15, so the order of summation, and with it
+        the partition, shows in the rounded result only by rare chance (`docs/numerics.md` says how rare).
+        """
+        total = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if norm_type == float("inf"):
+            for _, _, grad in self._home.each(self._units.values()):
+                if grad.numel():
+                    total = torch.maximum(total, grad.abs().amax().double().reshape(1))
+            return self._combined(total, dist.ReduceOp.MAX).to(torch.float32).squeeze(0)
+        for part in self._home.power_sums(self._units, norm_type):
+            total += part
+        return self._combined(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).to(torch.float32).squeeze(0)
+
+    def _combined(self, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        return self._transport.combine(total, op) if self._is_partitioned else total
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
+        if self._gradients.is_scaled:
+            raise OptimizerError(
+                "clip_grad_norm_: gradients are still multiplied by the loss scale. Call run.scaler.unscale_(optimizer) first."
+            )
+        self._gradients.require_reduced("clip_grad_norm_()")
+        norm = self.norm(norm_type)
+        if bool(torch.isfinite(norm)):
+            self._home.scale(self._units.values(), clip_factor(norm, max_norm))
+        elif not self._needs_scaling:  # else the scaler has seen the overflow and will skip the step
+            names = self.non_finite()
+            raise NonFiniteGradientError(
+                f"clip_grad_norm_: the gradient norm is {norm.item()} at step {self._transport.watch.step}; infinite or NaN "
+                f"gradients in {', '.join(repr(n) for n in names[:5]) or 'no single parameter (the sum overflowed)'}"
+                f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Gradients and parameters are unchanged: "
+                "skip this step (optimizer.zero_grad()) or find the cause."
+            )
+        return norm
+
+    def unscale(self, factor: float) -> bool:
+        """Divide the loss scale out of all gradients; whether all of them are finite, on every rank."""
+        self._gradients.require_reduced("run.scaler")
+        is_finite = self.is_finite()
+        self._home.scale(self._units.values(), torch.tensor(factor, dtype=torch.float64))
+        self._gradients.is_scaled = False
+        return is_finite
+
+    def is_finite(self) -> bool:
+        """Whether every gradient on every rank is finite, by one small reduction."""
+        bad = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for part in self._home.power_sums(self._units, 2.0):
+            if not bool(torch.isfinite(part)):  # in fp64 a sum of squares of fp32 values is finite exactly if all of them are
+                bad[0] = 1
+        return not bool(self._transport.combine(bad, dist.ReduceOp.MAX).item())
+
+    def non_finite(self) -> list[str]:
+        """Names of parameters with an infinite or NaN gradient on any rank."""
+        places = [(unit.index, slot) for unit in self._units.values() for slot in range(len(unit.params))]
+        position = {place: number for number, place in enumerate(places)}
+        flags = torch.zeros(max(len(places), 1), dtype=torch.uint8, device=self._device)
+        for unit, piece, grad in self._home.each(self._units.values()):
+            if not bool(torch.isfinite(grad).all()):
+                flags[position[unit.index, piece.slot]] = 1
+        found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
+        return [self._units[index].layout.slots[slot].name for index, slot in places if found[position[index, slot]]]
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The number gradients are multiplied by: torch's own formula, never above one."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,120 @@
+"""The two ends of a gradient reduction: this rank's local gradients as a source, this rank's gradient shard as a sink.
+
+Made by `Gradients`, called by the transport with ranges of a Unit's flat vector, possibly on its Lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from shardwise.errors import ModelError
+from shardwise.partition import Unit
+from shardwise.ticket import Ticket
+
+
+class LocalGrad:
+    """The gradient of one backward on this rank, as the flat vector of its Unit; what was not used counts as zero."""
+
+    def __init__(self, unit: Unit, grads: Mapping[int, torch.Tensor], versions: Mapping[int, int]) -> None:
+        """`versions`: of the gradients when they arrived."""
+        self._layout = unit.layout
+        self._grads = grads
+        self._versions = versions
+
+    def check(self) -> None:
+        """Refuse gradients that were changed after autograd had handed them over."""
+        for slot, grad in self._grads.items():
+            if grad._version != self._versions[slot]:
+                raise ModelError(
+                    f"the gradient of parameter {self._layout.slots[slot].name!r} was changed in place after autograd had handed "
+                    "it over: a custom Function's backward, or a hook, changes a gradient that it shares with this parameter. "
+                    "Return a new tensor there instead (`grad * 2`, not `grad.mul_(2)`)."
+                )
+
+    def __call__(self, start: int, out: torch.Tensor) -> None:
+        """Copy a range, whatever it spans."""
+        for slot, at, run_start, numel in self._layout.cover(start, start + out.numel()):
+            part = out[run_start : run_start + numel]
+            grad = None if slot is None else self._grads.get(slot)
+            if slot is None or grad is None:
+                part.zero_()
+            else:
+                _read_flat(grad, self._layout.slots[slot].stride, at, part)
+
+    def view(self, start: int, numel: int) -> torch.Tensor | None:
+        """A range inside one gradient that autograd laid out like its parameter."""
+        slot, at, _, length = next(iter(self._layout.cover(start, start + numel)))
+        grad = None if slot is None else self._grads.get(slot)
+        if slot is None or grad is None or length < numel or grad.stride() != self._layout.slots[slot].stride:
+            return None
+        return grad.as_strided((grad.numel(),), (1,))[at : at + numel]
+
+
+class GradShard:
+    """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        grad: torch.Tensor,
+        divisor: float,
+        held: Collection[int],
+        ready: Ticket | None,
+        check: Callable[[], None],
+    ) -> None:
+        """`grad` is the span's vector. Slots in `held` accumulate; what they had before is there when `ready` has ended. `check`
+        is called before the last range is kept.
+        """
+        self._layout = unit.layout
+        self._own = unit.rank * unit.layout.shard_numel
+        self._mine = grad[self._own - unit.span.start : self._own - unit.span.start + unit.layout.shard_numel]
+        self._divisor = divisor
+        self._held = held
+        self._is_all_held = len(held) == len(unit.pieces)
+        self._ready = ready
+        self._check = check
+
+    def place(self, start: int, numel: int) -> torch.Tensor | None:
+        """Where nothing is held yet the sum may be formed in the gradient itself."""
+        return None if self._held else self._mine[start : start + numel]
+
+    def __call__(self, start: int, total: torch.Tensor) -> None:
+        """Average, and keep or accumulate."""
+        if start + total.numel() == self._mine.numel():
+            self._check()
+        if self._divisor != 1.0:
+            total.div_(self._divisor)
+        if self._ready is not None:
+            self._ready.wait()
+            self._ready = None
+        stop = start + total.numel()
+        target = self._mine[start:stop]
+        if target.data_ptr() == total.data_ptr():
+            return
+        if not self._held:
+            target.copy_(total)
+        elif self._is_all_held:
+            target.add_(total)
+        else:
+            for slot, _, at, numel in self._layout.cover(self._own + start, self._own + stop):
+                if slot in self._held:
+                    target[at : at + numel].add_(total[at : at + numel])
+                else:
+                    target[at : at + numel].copy_(total[at : at + numel])
+
+
+def _read_flat(grad: torch.Tensor, stride: tuple[int, ...], at: int, out: torch.Tensor) -> None:
+    """Copy elements [at, at + len(out)) of a gradient, in the storage order of a parameter with `stride`."""
+    if grad.stride() == stride:
+        out.copy_(grad.as_strided((grad.numel(),), (1,))[at : at + out.numel()])
+        return
+    # Autograd laid it out otherwise (a transposed product, an expanded sum): read whole rows around the range,
+    # never a dense copy of the whole gradient.
+    rows = grad.permute(sorted(range(grad.dim()), key=lambda dim: stride[dim], reverse=True))
+    row_numel = max(grad.numel() // rows.shape[0], 1)
+    first = at // row_numel
+    last = -(-(at + out.numel()) // row_numel)
+    block = rows[first:last].reshape(-1)
+    out.copy_(block[at - first * row_numel : at - first * row_numel + out.numel()])

@@ -1,0 +1,109 @@
+"""Everything of a run that must survive it: values, masters and optimizer states, wherever they live.
+
+Seen as ranges of named parameters, so that nothing here depends on Units, world size, stage, placement or `step_bytes`. Over all
+ranks every element of every kind comes exactly once. Reading communicates only where it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from shardwise.partition import Piece, Unit, UpdatePiece
+
+if TYPE_CHECKING:
+    from shardwise.engine.runtime import Runtime
+
+VALUE = "value"
+"""The kind of a frozen parameter's stored values."""
+MASTER = "master"
+"""The kind of the values that the optimizer updates; stored and full values of trained parameters are made from them."""
+
+
+class Range(NamedTuple):
+    """Elements of one parameter, in its storage order, of one kind: `VALUE`, `MASTER`, or the optimizer's name of a state."""
+
+    name: str
+    kind: str
+    start: int
+    values: torch.Tensor
+    """Valid until the next range is asked for."""
+
+
+class Survivors:
+    """Reads what one run must keep."""
+
+    def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+
+    def ranges(self) -> Iterator[Range]:
+        """This rank's part of everything as long as its parameter; one Unit's vector at a time is fetched if it is offloaded."""
+        self._runtime.changes.absorb()
+        for unit in self._runtime.units:
+            own = unit.layout.pieces(unit.rank)
+            with self._master(unit) as master:
+                for piece in own:
+                    # The whole flat vector is there where every rank updates everything: each still answers for its shard only.
+                    at = piece.shard_start + (unit.rank * unit.layout.shard_numel if unit.blueprint.updates_full else 0)
+                    kind = MASTER if unit.is_trainable else VALUE
+                    yield _range(unit, piece, kind, master[at : at + piece.numel])
+            for kind in self._long_states(unit):
+                yield from self._state_ranges(unit, own, kind)
+
+    def counters(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter, name, value) of the optimizer's other states, such as a step count, of parameters with a piece here."""
+        stream = self._runtime.offload.step
+        for unit in self._runtime.units:
+            for number, update in enumerate(unit.pieces):
+                found = self._state(update) if stream is None else stream.small_states(unit, number)
+                for kind, value in found.items():
+                    if not _is_long(value, update):
+                        yield unit.layout.slots[update.slot].name, kind, value
+
+    def full_masters(self, unit: Unit) -> torch.Tensor:
+        """All masters of a Unit (stored values of a frozen one), in new memory unless they are whole here. All ranks must ask."""
+        with self._master(unit) as master:
+            full = self._runtime.outside.whole(unit, master)
+            is_borrowed = (unit.blueprint.offloads_shard or unit.blueprint.offloads_master) and full is master
+            return full.clone() if is_borrowed else full
+
+    @contextlib.contextmanager
+    def _master(self, unit: Unit) -> Iterator[torch.Tensor]:
+        with self._runtime.offload.on_device(unit, keeps_changes=False):
+            yield unit.master
+
+    def _state(self, update: UpdatePiece) -> dict[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state.get(update.master, {})
+
+    def _long_states(self, unit: Unit) -> list[str]:
+        stream = self._runtime.offload.step
+        if stream is not None:
+            return list(stream.states) if any(stream.small_states(unit, n) for n in range(len(unit.pieces))) else []
+        return list(dict.fromkeys(kind for u in unit.pieces for kind, value in self._state(u).items() if _is_long(value, u)))
+
+    def _state_ranges(self, unit: Unit, own: tuple[Piece, ...], kind: str) -> Iterator[Range]:
+        stream = self._runtime.offload.step
+        updates = {update.slot: (number, update) for number, update in enumerate(unit.pieces)}
+        with contextlib.nullcontext() if stream is None else stream.on_host(unit, kind) as vector:
+            for piece in own:
+                number, update = updates[piece.slot_index]
+                skipped = piece.param_start - update.piece.param_start  # where every rank updates everything
+                if vector is None:
+                    values = self._state(update).get(kind)
+                else:
+                    values = vector[update.range] if stream is not None and stream.small_states(unit, number) else None
+                if values is not None:
+                    yield _range(unit, piece, kind, values[skipped : skipped + piece.numel])
+
+
+def _range(unit: Unit, piece: Piece, kind: str, values: torch.Tensor) -> Range:
+    slot = unit.layout.slots[piece.slot_index]
+    return Range(slot.name, kind, slot.start + piece.param_start, values)
+
+
+def _is_long(value: Any, update: UpdatePiece) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == update.master.shape

@@ -1,0 +1,126 @@
+"""What is known of a Unit before it has memory: its layout, its dtypes, and which of its vectors exist where.
+
+Made once per Unit when a model is sharded or constructed. Transports reserve memory from it, the planner predicts from it, and
+the Unit is built from it. Pure: no tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.partition.layout import Layout
+
+BUCKET_BYTES = 1 << 20
+"""Units whose shards are smaller than this are reduced together: one exchange for many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitDtypes:
+    """The dtypes of one Unit, resolved from the precision asked for and the parameters' own."""
+
+    original: torch.dtype
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    master: torch.dtype
+
+
+class Span(NamedTuple):
+    """The part of a flat vector that this rank updates."""
+
+    start: int
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """One Unit, as decided."""
+
+    index: int
+    name: str
+    path: str
+    """Where in the module tree it is opened."""
+    layout: Layout
+    rank: int
+    """Which slice of the flat vector is this rank's."""
+    dtypes: UnitDtypes
+    device: torch.device
+    is_trainable: bool
+    is_always_full: bool
+    """Whether parameters stay whole between their uses."""
+    updates_full: bool = False
+    """Whether this rank updates the whole flat vector instead of its shard."""
+    offloads_shard: bool = False
+    """Whether the shard lives on another tier and is on the device only while borrowed."""
+    offloads_master: bool = False
+    """The same for masters with memory of their own."""
+    shared_numel: int = 0
+    """Elements of the largest parameter that several modules use."""
+
+    @property
+    def span(self) -> Span:
+        """What this rank updates."""
+        if self.updates_full:
+            return Span(0, self.layout.numel)
+        return Span(self.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+    @property
+    def full_bytes(self) -> int:
+        """Length of the full vector; what it costs while gathered, unless it is overlaid."""
+        return self.layout.numel * self.dtypes.compute.itemsize
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether values are stored in another dtype than they are computed with."""
+        return self.dtypes.stored != self.dtypes.compute
+
+    @property
+    def holds_alias(self) -> bool:
+        """Whether the shard is this rank's slice of the full vector itself, so that it costs no bytes of its own."""
+        return self.is_always_full and not self.is_narrow
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether masters are kept beside the stored and the full parameters."""
+        if not self.is_trainable:
+            return False
+        return self.offloads_master or needs_own_master(
+            is_stored=self.dtypes.master == self.dtypes.stored,
+            is_computed=not self.is_narrow,
+            updates_shard=self.span.numel == self.layout.shard_numel,
+        )
+
+    @property
+    def reserved_numel(self) -> int:
+        """Length of the vector this Unit wants from the transport: the full one if the shard is a slice of it."""
+        return self.layout.numel if self.holds_alias else self.layout.shard_numel
+
+    @property
+    def can_overlay(self) -> bool:
+        """Whether the full vector, which comes and goes, could be the ranks' shards themselves seen as one."""
+        return not self.is_always_full and not self.offloads_shard and not self.is_narrow
+
+
+def needs_own_master(*, is_stored: bool, is_computed: bool, updates_shard: bool) -> bool:
+    """Whether masters need memory beside the parameters: in a dtype that is not stored, or for a whole vector that is nowhere.
+
+    `is_stored`: the master dtype is the stored one; `is_computed`: the stored dtype is the one computed with.
+    """
+    return not (is_stored and (updates_shard or is_computed))
+
+
+def fill_buckets(shard_bytes: Sequence[int], kinds: Sequence[Hashable]) -> list[list[int]]:
+    """Positions of Units that are reduced together: neighbours of one kind (their dtypes), as many as fit into a bucket."""
+    buckets: list[list[int]] = []
+    filled_bytes = BUCKET_BYTES
+    for position, num_bytes in enumerate(shard_bytes):
+        if filled_bytes + num_bytes > BUCKET_BYTES or kinds[buckets[-1][0]] != kinds[position]:
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(position)
+        filled_bytes += num_bytes
+    return buckets

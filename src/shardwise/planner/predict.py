@@ -1,0 +1,111 @@
+"""The memory formula for a model that is being sharded, or that was: what its Blueprints say, and whether it fits a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.config import ShardConfig
+from shardwise.engine import Runtime
+from shardwise.errors import MemoryBudgetError
+from shardwise.observe import format_bytes
+from shardwise.optim import num_moments
+from shardwise.partition import Blueprint
+from shardwise.planner.memory import MemoryPlan, UnitSize, plan_memory
+
+
+def predict_memory(
+    config: ShardConfig,
+    blueprints: Sequence[Blueprint],
+    *,
+    overlaid: Sequence[bool] | None = None,
+    num_moments: int,
+    exchange_bytes: int,
+    activation_bytes: int = 0,
+    prefetch_bytes: int,
+    accumulates: bool = False,
+) -> MemoryPlan:
+    """The formula for these Units; `overlaid`: which of them are gathered in place (default: none)."""
+    sizes = [
+        UnitSize(
+            path=unit.path,
+            full_numel=unit.layout.numel,
+            shard_numel=unit.layout.shard_numel,
+            stored_itemsize=unit.dtypes.stored.itemsize,
+            compute_itemsize=unit.dtypes.compute.itemsize,
+            master_itemsize=unit.dtypes.master.itemsize,
+            is_trainable=unit.is_trainable,
+            gathers_in_place=overlaid is not None and overlaid[number],
+            shared_numel=unit.shared_numel,
+        )
+        for number, unit in enumerate(blueprints)
+    ]
+    return plan_memory(
+        sizes,
+        stage=config.stage,
+        num_moments=num_moments,
+        exchange_bytes=exchange_bytes,
+        activation_bytes=activation_bytes,
+        prefetch_bytes=prefetch_bytes,
+        offloaded=config.offload.offloaded_kinds(host_is_apart=blueprints[0].device.type != "cpu"),
+        step_bytes=config.offload.step_bytes,
+        accumulates=accumulates,
+    )
+
+
+def predict_run(
+    config: ShardConfig, runtime: Runtime, optimizer: torch.optim.Optimizer | None, activation_bytes: int
+) -> MemoryPlan:
+    """The formula for a model that is sharded."""
+    runner = runtime.gathering.runner
+    return predict_memory(
+        config,
+        [unit.blueprint for unit in runtime.units],
+        overlaid=[unit.is_overlaid for unit in runtime.units],
+        num_moments=len(runtime.offload.states) or num_moments(optimizer),
+        exchange_bytes=runtime.transport.planned_exchange_bytes,
+        activation_bytes=activation_bytes,
+        prefetch_bytes=0 if runner is None else runner.budget_bytes,
+        accumulates=runtime.gradients.has_accumulated,
+    )
+
+
+def admission(config: ShardConfig, optimizer: torch.optim.Optimizer | None) -> Callable[[Sequence[Blueprint]], None]:
+    """Refuses, before anything is changed, what a budget of host memory cannot hold."""
+    budget = config.offload.host_bytes
+
+    def admit(blueprints: Sequence[Blueprint]) -> None:
+        if budget is None or blueprints[0].device.type != "cpu":
+            return  # beside an accelerator the ledger refuses what the host cannot hold, as it is reserved
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if budget > physical:
+            raise MemoryBudgetError(
+                f"Offload(host_bytes={budget}) is more than this machine's memory, {physical} bytes. Give a smaller budget, or "
+                "None."
+            )
+        largest = max(blueprints, key=lambda unit: unit.full_bytes)
+        plan = predict_memory(
+            config,
+            blueprints,
+            num_moments=num_moments(optimizer),
+            exchange_bytes=_exchange_bytes(config, blueprints),
+            prefetch_bytes=largest.full_bytes if config.prefetch_bytes is None else config.prefetch_bytes,
+        )
+        if plan.total > budget:
+            parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in plan.by_kind().items() if size)
+            raise MemoryBudgetError(
+                f"Offload(host_bytes={budget}) does not suffice: {plan.total} bytes are needed beside activations ({parts}). The "
+                f"largest Unit, {largest.name!r}, takes {format_bytes(largest.full_bytes)} when gathered. Raise the budget, move "
+                "more states to disk, lower Offload(step_bytes=...) or prefetch_bytes, or use smaller Units (max_unit_bytes)."
+            )
+
+    return admit
+
+
+def _exchange_bytes(config: ShardConfig, blueprints: Sequence[Blueprint]) -> int:
+    """A rank alone needs no larger exchange buffer than its largest gradient."""
+    if blueprints[0].layout.num_shards > 1:
+        return config.exchange_bytes
+    return min(config.exchange_bytes, max(unit.layout.shard_numel * unit.dtypes.reduce.itemsize for unit in blueprints))

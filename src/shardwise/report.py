@@ -1,0 +1,74 @@
+"""What is said about a run: bytes by kind, predicted and measured, placement, prefetch and traffic, as text."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from shardwise.config import ShardConfig
+from shardwise.engine import Runtime
+from shardwise.observe import format_bytes, format_table, process_memory
+from shardwise.planner import MemoryPlan
+from shardwise.stages import Held
+
+
+def format_report(
+    config: ShardConfig, runtime: Runtime, predicted: MemoryPlan, measured: dict[str, int], loss_scale: float
+) -> str:
+    """The report of this rank."""
+    lines = [
+        f"shardwise: stage {config.stage}, rank {runtime.world.rank} of {runtime.world.world_size}, "
+        f"{len(runtime.units)} Units, transport {runtime.transport.label}",
+        _precision(config, runtime),
+        "",
+        _memory(predicted.by_kind(), measured),
+    ]
+    with contextlib.suppress(OSError):  # the kernel's account is Linux's
+        now = format_bytes(process_memory().total)
+        lines += ["", f"process memory now {now} (interpreter and libraries included)"]
+    if runtime.threads:
+        lines.append(f"threads {runtime.threads}")
+    lines += runtime.offload.describe()
+    if runtime.transport.note and runtime.stage.params is Held.SHARD:
+        lines.append(runtime.transport.note)
+    runner = runtime.gathering.runner
+    if runner is not None:
+        lines.append(
+            f"prefetch: {runner.depth.now} ahead within {format_bytes(runner.budget_bytes)}, "
+            f"{runner.num_early} gathers started early, {runner.num_on_demand} on demand, "
+            f"{runtime.stall_percent}% of the last step waited for gathers"
+        )
+    counters = runtime.transport.counters
+    for operation in sorted(counters.calls):
+        lines.append(
+            f"{operation}: {counters.calls[operation]} calls, {counters.elements[operation]} elements "
+            f"({format_bytes(counters.bytes[operation])}) sent"
+        )
+    if runtime.needs_scaling:
+        lines.append(f"loss scale {loss_scale:g}, {runtime.num_skipped_steps} steps skipped")
+    return "\n".join(lines)
+
+
+def _memory(predicted: dict[str, int], measured: dict[str, int]) -> str:
+    rows = [[kind, format_bytes(predicted[kind]), format_bytes(measured[kind])] for kind in predicted]
+    for column, figures, word in ((1, predicted, "not given"), (2, measured, "not measured")):
+        if not figures["activation"]:
+            rows[list(predicted).index("activation")][column] = word
+    rows.append(["sum", format_bytes(sum(predicted.values())), format_bytes(sum(measured[kind] for kind in predicted))])
+    return format_table(["bytes per rank", "predicted", "measured peak"], rows)
+
+
+def _precision(config: ShardConfig, runtime: Runtime) -> str:
+    dtypes = runtime.units[0].dtypes
+    line = (
+        f"stored {_short(dtypes.stored)}, compute {_short(dtypes.compute)}, reduce {_short(dtypes.reduce)}, "
+        f"master {_short(dtypes.master)}"
+    )
+    if config.precision.compute is None and dtypes.stored.itemsize < dtypes.compute.itemsize:
+        line += f" (this CPU emulates {_short(dtypes.stored)} products, so compute runs in {_short(dtypes.compute)})"
+    return line
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

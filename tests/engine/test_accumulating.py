@@ -1,0 +1,119 @@
+"""`run.accumulating()`: gradients summed locally, reduced once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from cases import CASES, OPTIMIZERS, build
+from shardwise.errors import OptimizerError, ShardwiseError
+from shardwise.testing import RankPool, compare_with_plain
+from shardwise.tiers import Kind, Tier
+
+
+def parity(case: str, stage: int, **options: Any) -> str:
+    run, model, opt, plain, plain_opt = build(case, "adamw", stage=stage, **options)
+    report = compare_with_plain(
+        run, model, opt, plain, plain_opt, CASES[case].loss, steps=3, accumulate=4, sums_locally=True, max_norm=0.1
+    )
+    return str(report)
+
+
+@pytest.mark.parametrize(("stage", "transport"), itertools.product((0, 1, 2, 3), ("shared", "pairwise")))
+def test_equal_to_plain_training_that_sums_micro_batches_locally(pool: RankPool, stage: int, transport: str) -> None:
+    for text in pool.run(parity, "gpt", stage, transport=transport):
+        assert text.endswith("equal to the last bit"), text
+
+
+@pytest.mark.parametrize("case", ["branchy-by-rank", "frozen", "conv", "lstm"])
+def test_ranks_that_use_different_parameters(pool: RankPool, case: str) -> None:
+    for text in pool.run(parity, case, 3):
+        assert text.endswith("equal to the last bit"), text
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bit_storage(pool: RankPool, precision: str) -> None:
+    for text in pool.run(parity, "gpt", 2, precision=precision):
+        assert text.endswith("equal to the last bit"), text
+
+
+def test_gradients_on_disk(pool: RankPool) -> None:
+    for text in pool.run(parity, "gpt", 3, offload="disk"):
+        assert text.endswith("equal to the last bit"), text
+
+
+def traffic(stage: int, micro: int, accumulates: bool) -> tuple[int, int]:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, transport="pairwise")
+    for number in range(micro):
+        if accumulates and number < micro - 1:
+            with run.accumulating():
+                CASES["gpt"].loss(model, number).backward()
+        else:
+            CASES["gpt"].loss(model, number).backward()
+    sent = run.transport.counters.elements["reduce"]
+    opt.step()
+    opt.zero_grad()
+    numel = sum(unit.layout.numel for unit in run._runtime.units)
+    run.close()
+    return sent, numel
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_eighth_of_the_gradients_is_sent(pool: RankPool, stage: int) -> None:
+    for often, once in zip(pool.run(traffic, stage, 8, False), pool.run(traffic, stage, 8, True), strict=True):
+        assert often[0] == 8 * once[0]
+        assert once[0] == once[1] // 2, "half of the padded model, to the other rank"
+
+
+def misused() -> list[str]:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=2)
+    found = []
+    with run.accumulating():
+        CASES["gpt"].loss(model, 0).backward()
+        with pytest.raises(ShardwiseError, match="entered twice"), run.accumulating():
+            pass
+    name = next(iter(dict(model.named_parameters())))
+    for action in (opt.step, lambda: run.clip_grad_norm_(1.0), lambda: run.grad(name), lambda: next(model.parameters()).grad):
+        with pytest.raises(OptimizerError, match="are not reduced over ranks yet") as caught:
+            action()
+        found.append(str(caught.value))
+    before = run.master(name).clone()
+    opt.zero_grad()
+    assert run.ledger.now(Tier.HOST, Kind.GRAD) == 0, "zero_grad() gives local gradients back"
+    opt.step()
+    assert torch.equal(run.master(name), before), "nothing had a gradient"
+    CASES["gpt"].loss(model, 1).backward()
+    opt.step()
+    assert not torch.equal(run.master(name), before)
+    return found
+
+
+def test_a_step_without_reduction_is_refused(pool: RankPool) -> None:
+    for found in pool.run(misused):
+        assert len(found) == 4 and all("outside that context" in text for text in found)
+
+
+def cost(accumulates: bool) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = CASES["gpt"].build()
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    run = sw.shard(model, opt, stage=3)
+    for number in range(3):
+        if accumulates and number < 2:
+            with run.accumulating():
+                CASES["gpt"].loss(model, number).backward()
+        else:
+            CASES["gpt"].loss(model, number).backward()
+    found = run.predicted_memory().grad, run.measured_memory()["grad"]
+    run.close()
+    return found
+
+
+def test_the_report_says_what_it_costs(pool: RankPool) -> None:
+    with_it, without = pool.run(cost, True)[0], pool.run(cost, False)[0]
+    assert with_it[0] > without[0] and with_it[1] > without[1]
+    assert with_it[1] <= with_it[0]
