@@ -3,7 +3,7 @@
     python benchmarks/construction.py [--layers 12 --hidden 768 --vocabulary 50257 --ranks 2]
 
 Each rank runs in a process of its own; memory is private pages plus the proportional share of shared ones, above what
-the process held before. Values are compared with plain construction by checksum (CRC-32 of every parameter).
+the process held before. Values are compared with plain construction by checksum.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def work(args: argparse.Namespace) -> None:
     import transformers
 
     import shardwise as sw
-    from shardwise.engine import digest
     from shardwise.observe import MemorySampler, process_memory
+    from shardwise.tiers import checksum
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -80,10 +80,10 @@ def work(args: argparse.Namespace) -> None:
     with MemorySampler(period_s=0.002) as sharding:
         run = sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
     units = run._runtime.units
-    digests = {name: digest(value) for name, value in run.iter_full_state()}
+    digests = {name: checksum(value) for name, value in run.iter_full_state()}
     torch.manual_seed(0)
     plain = transformers.GPT2LMHeadModel(config)
-    expected = {name: digest(value) for name, value in plain.state_dict().items()}
+    expected = {name: checksum(value) for name, value in plain.state_dict().items()}
     Path(args.out).write_text(
         json.dumps(
             dict(

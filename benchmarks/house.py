@@ -30,7 +30,6 @@ PLUMBING = (
     "schedule/",
     "engine/nested.py",
     "engine/transforms.py",
-    "engine/digest.py",
     "partition/layout.py",
     "partition/raw.py",
 )

@@ -16,11 +16,11 @@ LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *PLACE)
 TIMEOUT_S = 120
 
 
-def run_example(name: str, ranks: int, *args: str) -> str:
+def run_script(path: Path, ranks: int, *args: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(EXAMPLES / name), *args],
+        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(path), *args],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -28,6 +28,19 @@ def run_example(name: str, ranks: int, *args: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_example(name: str, ranks: int, *args: str) -> str:
+    return run_script(EXAMPLES / name, ranks, *args)
+
+
+def test_the_readmes_quickstart(tmp_path: Path) -> None:
+    block = re.search(r"```python\n(# train\.py\n.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    script = tmp_path / "train.py"
+    script.write_text(block[1])
+    shown = run_script(script, 2)
+    assert "stage 3, rank 0 of 2" in shown and "transport shared memory" in shown
 
 
 def test_every_example_is_tested() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
-from shardwise.engine import Runtime, Survivors, assemble, constructing, digest, was_built_on_disk
+from shardwise.engine import Runtime, Survivors, assemble, constructing, was_built_on_disk
 from shardwise.errors import ConfigError, ModelError, RanksDifferError, ShardwiseError
 from shardwise.observe import EventLog, saved_activation_bytes
 from shardwise.optim import GradScaler, innermost, state_bytes
@@ -22,7 +22,7 @@ from shardwise.partition import Handle, Unit
 from shardwise.planner import MemoryPlan, admission, predict_run
 from shardwise.report import format_report
 from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
-from shardwise.tiers import Kind, device_tier
+from shardwise.tiers import Kind, checksum, device_tier
 
 
 def shard(
@@ -187,7 +187,7 @@ class Run:
         runtime = self._runtime
         whole = [unit for unit in runtime.units if unit.is_always_full]
         strangers = [(name, value) for name, value in others if isinstance(value, nn.Parameter)]
-        marks = [digest(unit.full) for unit in whole] + [digest(value) for _, value in strangers]
+        marks = [checksum(unit.full) for unit in whole] + [checksum(value) for _, value in strangers]
         found = runtime.changes.agree_on(marks) if marks and runtime.world.world_size > 1 else []
         names = [unit.layout.slots[0].name for unit in whole] + [name for name, _ in strangers]
         for name, (low, high) in zip(names, found, strict=False):

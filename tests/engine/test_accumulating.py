@@ -23,7 +23,7 @@ def parity(case: str, stage: int, **options: Any) -> str:
     return str(report)
 
 
-@pytest.mark.parametrize(("stage", "transport"), itertools.product((0, 1, 2, 3), ("shared", "pairwise")))
+@pytest.mark.parametrize(("stage", "transport"), list(itertools.product((0, 1, 2, 3), ("shared", "pairwise"))))
 def test_equal_to_plain_training_that_sums_micro_batches_locally(pool: RankPool, stage: int, transport: str) -> None:
     for text in pool.run(parity, "gpt", stage, transport=transport):
         assert text.endswith("equal to the last bit"), text
@@ -99,15 +99,15 @@ def test_a_step_without_reduction_is_refused(pool: RankPool) -> None:
 
 def cost(accumulates: bool) -> tuple[int, int]:
     torch.manual_seed(0)
-    model = CASES["gpt"].build()
+    model = CASES["paged-large"].build()
     opt = OPTIMIZERS["adamw"](model.parameters())
     run = sw.shard(model, opt, stage=3)
     for number in range(3):
         if accumulates and number < 2:
             with run.accumulating():
-                CASES["gpt"].loss(model, number).backward()
+                CASES["paged-large"].loss(model, number).backward()
         else:
-            CASES["gpt"].loss(model, number).backward()
+            CASES["paged-large"].loss(model, number).backward()
     found = run.predicted_memory().grad, run.measured_memory()["grad"]
     run.close()
     return found

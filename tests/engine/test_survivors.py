@@ -56,7 +56,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), itertools.product((1, 2, 3), ("adamw", "sgd")))
+@pytest.mark.parametrize(("stage", "optimizer"), list(itertools.product((1, 2, 3), ("adamw", "sgd"))))
 def test_every_element_once_and_the_same_wherever_it_lives(pool: RankPool, stage: int, optimizer: str) -> None:
     expected, counters = None, None
     for place, options in PLACES.items():

@@ -2,7 +2,7 @@
 
 Public names: `assemble` (makes a run of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
 `Range` (what must survive), `constructing` and `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds
-that the memory formula uses), `clip_factor`, `digest`, `emulates_16_bit`, `resolve_dtypes`.
+that the memory formula uses), `clip_factor`, `emulates_16_bit`, `resolve_dtypes`.
 
 Invariants: stages differ only in the table; gradients are reduced and accumulated in fp32 or wider; parameters are
 never visible while their full vector is not filled.
@@ -10,7 +10,6 @@ never visible while their full vector is not filled.
 
 from shardwise.engine.assembly import assemble
 from shardwise.engine.construction import constructing, was_built_on_disk
-from shardwise.engine.digest import digest
 from shardwise.engine.grad_home import MAX_EVICTIONS
 from shardwise.engine.gradients import MAX_IN_FLIGHT
 from shardwise.engine.norms import clip_factor
@@ -27,7 +26,6 @@ __all__ = [
     "assemble",
     "clip_factor",
     "constructing",
-    "digest",
     "emulates_16_bit",
     "resolve_dtypes",
     "was_built_on_disk",

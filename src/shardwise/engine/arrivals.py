@@ -7,14 +7,14 @@ autograd's nodes are never collected with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.partition import Unit, is_trained, own_grad, set_own_grad
+from shardwise.partition import REQUIRES_GRAD, Unit, own_grad, set_own_grad
 
 
 class ArrivalListener(Protocol):
@@ -47,9 +47,14 @@ class Arrivals:
         node.register_prehook(_Arrival(self._listener, unit.index, slot))
         self._nodes[unit.index, slot] = node
 
-    def take_strays(self) -> None:
-        """Gradients that autograd accumulated itself: some changes of a parameter's memory (`p.set_()`) give it a new node."""
+    def take_strays(self, complete: Container[int]) -> None:
+        """Gradients that autograd accumulated itself: some changes of a parameter's memory (`p.set_()`) give it a new node.
+
+        Of Units that are not `complete`: the others' have all arrived.
+        """
         for unit in self._units:
+            if unit.index in complete:
+                continue
             for slot, param in enumerate(unit.params):
                 grad = own_grad(param)
                 if grad is not None:
@@ -61,10 +66,10 @@ class Arrivals:
 def is_expected(unit: Unit, slot: int) -> bool:
     """Whether a gradient that has arrived is wanted: not if its parameter was frozen since. Refuses what cannot be honoured."""
     param = unit.params[slot]
-    if not is_trained(param):  # autograd would drop it too
-        return False
     with torch._C.DisableTorchFunctionSubclass():
-        hooks = param._post_accumulate_grad_hooks
+        is_trained, hooks = REQUIRES_GRAD.__get__(param), param._post_accumulate_grad_hooks
+    if not is_trained:  # autograd would drop it too
+        return False
     if hooks:
         raise ModelError(
             f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "

@@ -20,7 +20,6 @@ from shardwise.comm import Reservation, World, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
-from shardwise.engine.digest import digest
 from shardwise.engine.hooks import attach, check_methods
 from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
 from shardwise.engine.offload import Offloading
@@ -42,7 +41,7 @@ from shardwise.partition import (
     store,
 )
 from shardwise.stages import STAGES, Held
-from shardwise.tiers import Heap, Ledger, SparePages
+from shardwise.tiers import Heap, Ledger, SparePages, checksum
 
 
 def assemble(
@@ -287,7 +286,7 @@ def _digest_of(info: ParamInfo) -> int:
     if handle is not None:
         found: int = handle.unit.owner.digests[handle.unit][handle.slot]
         return found
-    return digest(info.param)
+    return checksum(info.param)
 
 
 def _emulated(world: World, config: ShardConfig) -> bool:

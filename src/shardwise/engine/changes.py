@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardwise.comm import Transport, World
-from shardwise.engine.digest import digest
 from shardwise.engine.gathering import Gathering
 from shardwise.engine.offload import Offloading
 from shardwise.errors import RanksDifferError
 from shardwise.partition import Unit, absorb, differs, write_back
+from shardwise.tiers import checksum
 
 
 class Changes:
@@ -85,7 +85,7 @@ class Changes:
 
     def require_alike(self, units: Sequence[Unit]) -> None:
         """Refuse changes that ranks have not all made."""
-        found = self.agree_on([digest(unit.full) if unit.is_gathered else -1 for unit in units])
+        found = self.agree_on([checksum(unit.full) if unit.is_gathered else -1 for unit in units])
         for unit, (low, high) in zip(units, found, strict=True):
             if low != high:
                 self._forget(units)

@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 
 from shardwise.comm import Transport, World, make_transport
 from shardwise.config import Offload
-from shardwise.engine.digest import digest
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
 from shardwise.engine.window import Window
@@ -41,7 +40,7 @@ from shardwise.partition import (
     store,
     write_back,
 )
-from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shelf
+from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shelf, checksum
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
@@ -135,7 +134,7 @@ class Construction:
         with self._resident(unit, keeps_changes=True, is_new=True):
             for slot, value in enumerate(values):
                 store(unit, slot, value)
-        self.digests[unit] = [digest(value) for value in values]
+        self.digests[unit] = [checksum(value) for value in values]
         unit.adopt(keeps_unit=True)
         del values
         self._heap.freed(unit.full_bytes)
@@ -167,7 +166,7 @@ class Construction:
         absorb(unit)
         with self._resident(unit, keeps_changes=True):
             write_back(unit)
-        self.digests[unit] = [digest(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
+        self.digests[unit] = [checksum(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
 
     def release(self) -> None:

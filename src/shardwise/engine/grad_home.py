@@ -47,9 +47,13 @@ class GradHome(ABC):
     def hand_over(self, unit: Unit, slots: Collection[int], stage: Stage, transport: Transport) -> None:
         """Give the optimizer's pieces of these parameters their gradients."""
 
+    def held_slots(self, unit: Unit) -> set[int]:
+        """Parameters with a piece here whose gradient the next one is added to."""
+        return {piece.slot for piece, grad in zip(unit.pieces, unit.grads(), strict=True) if self._holds(grad)}
+
     @abstractmethod
-    def holds(self, piece: UpdatePiece) -> bool:
-        """Whether a piece has a gradient that the next one is added to."""
+    def _holds(self, grad: torch.Tensor | None) -> bool:
+        """Whether what a piece has as its gradient is added to."""
 
     @abstractmethod
     def on_device(self, unit: Unit) -> contextlib.AbstractContextManager[torch.Tensor]:
@@ -78,11 +82,12 @@ class GradHome(ABC):
     def each(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, UpdatePiece, torch.Tensor]]:
         """(Unit, piece, gradient) of everything that has one, in order; one Unit at a time is on the device."""
         for unit in units:
-            held = [piece for piece in unit.pieces if self.holds(piece)]
+            held = self.held_slots(unit)
             if held:
                 with self.on_device(unit) as whole:
-                    for piece in held:
-                        yield unit, piece, whole[piece.range]
+                    for piece in unit.pieces:
+                        if piece.slot in held:
+                            yield unit, piece, whole[piece.range]
 
 
 class GradsInMemory(GradHome):
@@ -118,13 +123,13 @@ class GradsInMemory(GradHome):
         if stage.gathers_grads:
             own = unit.rank * unit.layout.shard_numel
             transport.gather(unit.index, grad[own : own + unit.layout.shard_numel], grad).wait()
-        for piece in unit.pieces:
-            if piece.slot in slots and piece.grad is None:
+        for piece, has in zip(unit.pieces, unit.grads(), strict=True):
+            if has is None and piece.slot in slots:
                 piece.set_grad(grad[piece.range])
 
-    def holds(self, piece: UpdatePiece) -> bool:
+    def _holds(self, grad: torch.Tensor | None) -> bool:
         """Zeroed or not: zeros are added to."""
-        return piece.grad is not None
+        return grad is not None
 
     @contextlib.contextmanager
     def on_device(self, unit: Unit) -> Iterator[torch.Tensor]:
@@ -232,14 +237,14 @@ class OffloadedGrads(GradHome):
 
     def hand_over(self, unit: Unit, slots: Collection[int], stage: Stage, transport: Transport) -> None:
         """Placeholders: the streamed step fetches the values."""
-        for piece in unit.pieces:
-            if piece.slot in slots and not self.holds(piece):
+        for piece, has in zip(unit.pieces, unit.grads(), strict=True):
+            if piece.slot in slots and not self._holds(has):
                 zero = torch.zeros((), dtype=piece.master.dtype, device=unit.blueprint.device)
                 piece.set_grad(zero.expand(piece.piece.numel))
 
-    def holds(self, piece: UpdatePiece) -> bool:
+    def _holds(self, grad: torch.Tensor | None) -> bool:
         """Zeros are not added to: what lies on the shelf is out of date then."""
-        return piece.grad is not None and not was_zeroed(piece)
+        return grad is not None and not was_zeroed(grad)
 
     @contextlib.contextmanager
     def on_device(self, unit: Unit) -> Iterator[torch.Tensor]:
@@ -264,8 +269,8 @@ class OffloadedGrads(GradHome):
             yield from (power_sum(grad, power) for _, _, grad in self.each(units.values()))
             return
         for index, unit in units.items():
-            for number, piece in enumerate(unit.pieces):
-                if self.holds(piece):
+            for number, grad in enumerate(unit.grads()):
+                if self._holds(grad):
                     yield self._sums[index][number]
 
     def settle(self) -> None:

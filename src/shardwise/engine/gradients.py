@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,11 @@ class Gradients:
             self._ledger.take(self._tier, Kind.GRAD, grad.nbytes)
             local[slot] = grad.clone()  # autograd, or a hook, may still use the one it has handed over
 
+    @property
+    def complete(self) -> Container[int]:
+        """Units of which this backward has brought every gradient."""
+        return self._completed
+
     def _launch_ready(self) -> None:
         while self._position < len(self._buckets):
             for unit in self._buckets[self._position]:
@@ -168,7 +173,7 @@ class Gradients:
             versions, self._versions[unit.index] = self._versions[unit.index], {}
             self._launched.add(unit.index)
             self._events.emit("reduce", unit.name)
-            held = {piece.slot for piece in unit.pieces if adds or self.home.holds(piece)}
+            held = {piece.slot for piece in unit.pieces} if adds else self.home.held_slots(unit)
             grad, ready = self.home.begin(unit, accumulates=bool(held))
             sources.append(LocalGrad(unit, arrived, versions))
             sinks.append(GradShard(unit, grad, self._world.everyone.size, held, ready, sources[-1].check))

@@ -87,7 +87,7 @@ def _mark(buffer: torch.Tensor) -> int:
     """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values
     themselves.
     """
-    return checksum(_memory_of(buffer).cpu().contiguous())
+    return checksum(_memory_of(buffer))
 
 
 def _memory_of(buffer: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.engine.digest import digest
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
 from shardwise.partition import (
@@ -28,6 +27,7 @@ from shardwise.partition import (
     store,
     write_back,
 )
+from shardwise.tiers import checksum
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -138,7 +138,7 @@ class Outside:
         was_open = [unit for unit in units if unit.is_gathered]
         with self.opened(units):
             looks = name.startswith(COLLECTIVES)
-            before = [(unit.full._version, digest(unit.full) if looks else 0) for unit in units]
+            before = [(unit.full._version, checksum(unit.full) if looks else 0) for unit in units]
             with runtime.saved.keeping() as keeps_places:
                 result = function()
             if not keeps_places:  # inside a torch.func transform: values, not places, are in the graph
@@ -149,7 +149,7 @@ class Outside:
                 unit
                 for unit, (version, mark) in zip(units, before, strict=True)
                 if unit not in was_open
-                and (unit.full._version != version or unit.may_be_written() or (looks and digest(unit.full) != mark))
+                and (unit.full._version != version or unit.may_be_written() or (looks and checksum(unit.full) != mark))
             ]
             if written:
                 for unit in written:

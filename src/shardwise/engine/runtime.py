@@ -278,7 +278,7 @@ class Runtime:
         begin = self.events.now()
         if self.gathering.runner is not None:
             self.gathering.runner.end_backward()
-        self._arrivals.take_strays()
+        self._arrivals.take_strays(self.gradients.complete)
         if not self.gradients.is_accumulating:  # else what is written or changed waits for the next agreement
             self._finish_gradients()
         self._in_backward = self._is_scaled = False

@@ -46,10 +46,11 @@ class Survivors:
         for unit in self._runtime.units:
             own = unit.layout.pieces(unit.rank)
             with self._master(unit) as master:
+                kind = MASTER if unit.is_trainable else VALUE
+                # The whole flat vector is there where every rank updates everything: each still answers for its shard only.
+                skipped = unit.rank * unit.layout.shard_numel if master.numel() == unit.layout.numel else 0
                 for piece in own:
-                    # The whole flat vector is there where every rank updates everything: each still answers for its shard only.
-                    at = piece.shard_start + (unit.rank * unit.layout.shard_numel if unit.blueprint.updates_full else 0)
-                    kind = MASTER if unit.is_trainable else VALUE
+                    at = skipped + piece.shard_start
                     yield _range(unit, piece, kind, master[at : at + piece.numel])
             for kind in self._long_states(unit):
                 yield from self._state_ranges(unit, own, kind)
@@ -59,7 +60,7 @@ class Survivors:
         stream = self._runtime.offload.step
         for unit in self._runtime.units:
             for number, update in enumerate(unit.pieces):
-                found = self._state(update) if stream is None else stream.small_states(unit, number)
+                found = self._state(update) if stream is None else stream.small_states(unit, number) or {}
                 for kind, value in found.items():
                     if not _is_long(value, update):
                         yield unit.layout.slots[update.slot].name, kind, value
@@ -79,10 +80,15 @@ class Survivors:
     def _state(self, update: UpdatePiece) -> dict[str, Any]:
         return {} if self._optimizer is None else self._optimizer.state.get(update.master, {})
 
+    def _has_states(self, unit: Unit, number: int) -> bool:
+        """Whether a piece of a streamed step has been updated."""
+        stream = self._runtime.offload.step
+        return stream is not None and stream.small_states(unit, number) is not None
+
     def _long_states(self, unit: Unit) -> list[str]:
         stream = self._runtime.offload.step
         if stream is not None:
-            return list(stream.states) if any(stream.small_states(unit, n) for n in range(len(unit.pieces))) else []
+            return list(stream.states) if any(self._has_states(unit, n) for n in range(len(unit.pieces))) else []
         return list(dict.fromkeys(kind for u in unit.pieces for kind, value in self._state(u).items() if _is_long(value, u)))
 
     def _state_ranges(self, unit: Unit, own: tuple[Piece, ...], kind: str) -> Iterator[Range]:
@@ -95,7 +101,7 @@ class Survivors:
                 if vector is None:
                     values = self._state(update).get(kind)
                 else:
-                    values = vector[update.range] if stream is not None and stream.small_states(unit, number) else None
+                    values = vector[update.range] if self._has_states(unit, number) else None
                 if values is not None:
                     yield _range(unit, piece, kind, values[skipped : skipped + piece.numel])
 

@@ -15,9 +15,9 @@ from shardwise.partition import Blueprint, Unit, UpdatePiece
 from shardwise.tiers import QUANTUM, Shelf, whole_quanta
 
 
-def was_zeroed(update: UpdatePiece) -> bool:
+def was_zeroed(placeholder: torch.Tensor) -> bool:
     """Whether what stands for a gradient on disk was written to: only `zero_grad(set_to_none=False)` does that."""
-    return update.grad is not None and update.grad._version > 0
+    return placeholder._version > 0
 
 
 @dataclasses.dataclass

@@ -204,7 +204,7 @@ class StreamedStep:
         ]
         with torch.no_grad():
             for part in parts:
-                if region.grad is not None and was_zeroed(part.update):
+                if region.grad is not None and was_zeroed(part.placeholder):
                     part.grad.zero_()
             if self.is_native:
                 for part in parts:
@@ -293,12 +293,12 @@ class StreamedStep:
                 place.copy_(value)
         self._small[part.key] = small
 
-    def small_states(self, unit: Unit, number: int) -> dict[str, Any]:
-        """States of a piece that are not as long as it, such as its step count; empty before its first update.
+    def small_states(self, unit: Unit, number: int) -> dict[str, Any] | None:
+        """States of a piece that are not as long as it, such as its step count; None before its first update.
 
         The parts that a piece is updated in have the same ones.
         """
-        return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), {})
+        return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
 
     @contextlib.contextmanager
     def on_host(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
@@ -342,6 +342,7 @@ class _Part:
         master, own = region.master_shelf, update.piece.shard_start
         self.master = run.unit.master[self._span] if master is None else self._on(master)
         assert update.grad is not None
+        self.placeholder = update.grad
         if region.grad is not None:
             self.grad = self._on(region.grad)
         else:

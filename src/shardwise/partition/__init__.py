@@ -5,7 +5,7 @@ Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset
 `fill_buckets`, `BUCKET_BYTES` (what is known of Units before they have memory); `Unit`, `UpdatePiece`; `store`, `write_back`,
 `absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (values in and out of it); `UnitState`, `Handle`, `Owner`
 (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (what parameters are
-meanwhile); `own_grad`, `set_own_grad`, `is_trained` (past what their class answers).
+meanwhile); `own_grad`, `set_own_grad`, `REQUIRES_GRAD` (past what their class answers).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
 shape, name and place whether its Unit is gathered or freed.
@@ -16,7 +16,7 @@ from shardwise.partition.freed import FreedParameter, FreedView, ShardedParamete
 from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
-from shardwise.partition.raw import is_trained, own_grad, set_own_grad
+from shardwise.partition.raw import REQUIRES_GRAD, own_grad, set_own_grad
 from shardwise.partition.unit import Unit, UpdatePiece
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
 from shardwise.partition.values import (
@@ -33,6 +33,7 @@ __all__ = [
     "BUCKET_BYTES",
     "COLLECTIVES",
     "METADATA",
+    "REQUIRES_GRAD",
     "Blueprint",
     "FreedParameter",
     "FreedView",
@@ -54,7 +55,6 @@ __all__ = [
     "fill_buckets",
     "find_units",
     "flat_values",
-    "is_trained",
     "list_params",
     "make_layout",
     "name_of",

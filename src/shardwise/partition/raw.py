@@ -8,7 +8,8 @@ import torch
 
 DATA: Any = torch.Tensor.data
 """The attribute itself, for classes that answer `.data` their own way."""
-_GRAD: Any = torch.Tensor.grad
+GRAD: Any = torch.Tensor.grad
+"""The same for `.grad`."""
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 """The same for the flag."""
 
@@ -28,18 +29,11 @@ def point_at(param: torch.Tensor, data: torch.Tensor) -> None:
 def own_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd accumulated in a parameter itself, whatever its class answers."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad: torch.Tensor | None = _GRAD.__get__(param)
+        grad: torch.Tensor | None = GRAD.__get__(param)
     return grad
 
 
 def set_own_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Replace that gradient."""
     with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, grad)
-
-
-def is_trained(param: torch.Tensor) -> bool:
-    """`param.requires_grad`, as autograd sees it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        flag: bool = REQUIRES_GRAD.__get__(param)
-    return flag
+        GRAD.__set__(param, grad)

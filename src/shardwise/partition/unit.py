@@ -17,7 +17,7 @@ from shardwise.partition.blueprint import Blueprint, Span, UnitDtypes
 from shardwise.partition.freed import managed_classes
 from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move
-from shardwise.partition.raw import own_grad, point_at, set_own_grad
+from shardwise.partition.raw import DATA, GRAD, own_grad, point_at, set_own_grad
 from shardwise.partition.writes import Writes
 from shardwise.tiers import (
     FixedBuffer,
@@ -187,6 +187,12 @@ class Unit:
         if self.has_own_master:
             self.master.copy_(self.full if self.span.numel == self.layout.numel and self.is_always_full else self.shard)
 
+    def grads(self) -> list[torch.Tensor | None]:
+        """The reduced gradient that every piece has been given."""
+        get_grad = GRAD.__get__
+        with torch._C.DisableTorchFunctionSubclass():
+            return [get_grad(update.master) for update in self.pieces]
+
     def pieces_of(self, slot: int) -> list[UpdatePiece]:
         """One parameter's pieces in this rank's span."""
         return [update for update in self.pieces if update.slot == slot]
@@ -287,10 +293,11 @@ class Unit:
                 flat = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
                 self._views = [own_storage(view) for view in flat]
             self.writes.begin(self._buffer(), self._views)
+        set_data = DATA.__set__
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
                 param.__class__ = gathered
-                point_at(param, view)
+                set_data(param, view)
         self.state = UnitState.GATHERED
         self.writes.note()
 
@@ -305,9 +312,11 @@ class Unit:
         """Parameters become placeholders and the full vector's memory is given back, unless somebody else uses it."""
         check_move(self.name, self.state, UnitState.SHARDED)
         is_untouched = self.writes.is_untouched
-        for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
-            point_at(param, blank)
-            param.__class__ = freed
+        set_data = DATA.__set__
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+                set_data(param, blank)
+                param.__class__ = freed
         self.state = UnitState.SHARDED
         is_shared = self.is_shared
         self.keeps_memory = is_shared and not self.is_overlaid  # an overlay goes on showing the shards

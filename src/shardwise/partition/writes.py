@@ -116,4 +116,4 @@ class Writes:
 
     def _mark(self) -> int:
         assert self._full is not None
-        return checksum(self._full.tensor) if self._full.tensor.device.type == "cpu" else 0
+        return checksum(self._full.tensor)

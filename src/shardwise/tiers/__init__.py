@@ -13,7 +13,8 @@ through few buffers, whatever the model's size.
 """
 
 from shardwise.tiers.buffers import Buffer, Buffers
-from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory, checksum
+from shardwise.tiers.checksum import checksum
+from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
 from shardwise.tiers.extents import Extents
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier, device_tier

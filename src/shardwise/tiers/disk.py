@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from shardwise import native
 from shardwise.errors import DiskError
 from shardwise.observe import format_bytes, pause
 from shardwise.ticket import Ticket
+from shardwise.tiers.checksum import checksum
 from shardwise.tiers.extents import Extents
 from shardwise.tiers.io import File, IoEngine, make_engine
 from shardwise.tiers.memory import MappedBuffer
@@ -219,16 +219,6 @@ class _Checked(Ticket):
         if not self._is_verified:
             self._disk.verify(self._memory, self._offset)
             self._is_verified = True
-
-
-def checksum(memory: torch.Tensor) -> int:
-    """A 64-bit checksum of a tensor's bytes."""
-    library = native.library()
-    if library is not None:
-        return int(library.sw_checksum(memory.data_ptr(), _num_bytes(memory)))
-    import zlib
-
-    return zlib.crc32((ctypes.c_char * _num_bytes(memory)).from_address(memory.data_ptr()))
 
 
 def file_system_of(path: Path) -> str:
