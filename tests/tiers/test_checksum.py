@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from marks import needs_native
 from shardwise import native
 from shardwise.tiers import checksum
 
@@ -18,7 +19,7 @@ def _random(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(-100, 100, (numel,), generator=generator).to(dtype)
 
 
-@pytest.mark.skipif(native.library() is None, reason="there is no native library to compare with")
+@needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_both_forms_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     values = [_random(numel, dtype, numel) for numel in (0, 1, 7, 511, 512, 513, 4096, 10_007)]

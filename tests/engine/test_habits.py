@@ -14,7 +14,7 @@ import pytest
 from habits import HABITS, WHEN, Cell, cells, outcomes
 from shardwise.testing import RankPool
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "habits.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "habits.md"
 SAMPLE = 59  # one cell in so many, by default; a prime, so that every stage, transport and moment is met
 BATCH = 40
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,7 +83,7 @@ def test_the_whole_table_of_habits(pools: dict[str, RankPool]) -> None:
 
 _PREFACE = """# Habits
 
-What user code does around a training step, and what comes of it. Every cell was run by `tests/test_habits.py` at stages
+What user code does around a training step, and what comes of it. Every cell was run by `tests/engine/test_habits.py` at stages
 0 to 3, on one rank, on two ranks over shared memory and over pairwise messages, with fp32 and with bf16 storage,
 against plain training: {cells} runs, of which {equal} gave the same losses, parameters, buffers and readings to the
 last bit and {refused} were refused with an error that names the remedy. Nothing else happened in any of them. `make

@@ -162,7 +162,7 @@ def test_world_of_one_and_an_exception_inside() -> None:
 
 def test_peak_memory_of_building_gpt2_is_shards_plus_three_largest_units(tmp_path: Path) -> None:
     """A transformers GPT-2 with the proportions of the 124M one, 2 ranks, in processes of their own."""
-    script = Path(__file__).parent.parent / "benchmarks" / "construction.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "construction.py"
     result = subprocess.run(
         [sys.executable, str(script), "--layers", "6", "--hidden", "512", "--vocabulary", "50257"],
         capture_output=True,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from marks import needs_native
 from shardwise import native
 from shardwise.tiers import aligned_memory
 from shardwise.tiers.io import File, NativeIo, PythonIo
-from test_disk import needs_native
 
 BUSY_LANE = """
 import time
@@ -72,7 +72,7 @@ def test_an_engine_is_closed_while_another_thread_waits(tmp_path: Path, library:
 @pytest.mark.slow
 def test_five_hundred_two_rank_runs_end_by_their_scripts() -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "exits.py"), "500"],
+        [sys.executable, str(Path(__file__).parents[1] / "exits.py"), "500"],
         capture_output=True,
         text=True,
         timeout=3600,

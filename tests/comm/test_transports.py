@@ -22,7 +22,7 @@ from shardwise.comm import segment
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 
-WORKER = Path(__file__).parent / "torchrun_worker.py"
+WORKER = Path(__file__).parents[1] / "torchrun_worker.py"
 
 
 def too_little_shared_memory(case: str, limit: int) -> tuple[str, str, bool]:

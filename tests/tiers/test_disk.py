@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from marks import needs_native
 from shardwise import native
 from shardwise.errors import DiskError
 from shardwise.tiers import ALIGNMENT, DiskFile, aligned_memory
 from shardwise.tiers.io import File, IoEngine, NativeIo, PythonIo
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="built without a C++ compiler: the Python engine runs instead")
 ENGINES = [pytest.param("native", marks=needs_native), "Python"]
 
 
@@ -156,6 +156,7 @@ extern "C" ssize_t pwritev(int fd, const iovec *parts, int count, off_t at) {
 """
 SHIMMED = """
 import sys, torch
+from marks import needs_native
 from shardwise import native
 from shardwise.errors import DiskError
 from shardwise.tiers import aligned_memory
