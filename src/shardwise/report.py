@@ -27,8 +27,8 @@ def format_report(
     with contextlib.suppress(OSError):  # the kernel's account is Linux's
         now = format_bytes(process_memory().total)
         lines += ["", f"process memory now {now} (interpreter and libraries included)"]
-    if runtime.threads:
-        lines.append(f"threads {runtime.threads}")
+    if runtime.world.threads:
+        lines.append(f"threads {runtime.world.threads}")
     lines += runtime.offload.describe()
     if runtime.transport.note and runtime.stage.params is Held.SHARD:
         lines.append(runtime.transport.note)

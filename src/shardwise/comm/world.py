@@ -39,6 +39,8 @@ class World:
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.group: dist.ProcessGroup | None = mesh.get_group() if mesh is not None else None
+        self.threads = ""
+        """How many threads this rank computes with, and why; empty if nobody has looked."""
         self.ranks = list(range(self.world_size))
         """These ranks, as messages call them: a part of a world keeps the numbers of the whole."""
 

@@ -20,11 +20,12 @@ from shardwise.comm import Reservation, World, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
-from shardwise.engine.hooks import attach, check_methods
+from shardwise.engine.hooks import attach
 from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
 from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.runtime import Runtime
+from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.optim import Adopted, check_optimizer
@@ -63,7 +64,7 @@ def assemble(
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
-    threads = share_cores(world)
+    world.threads = share_cores(world)
     broadcast_from_first(model, world)
     ledger = Ledger()
     offload = Offloading(config.offload, world, ledger)
@@ -116,7 +117,6 @@ def assemble(
         prefetch_bytes=prefetch_bytes,
         spare_pages=spare_pages,
     )
-    runtime.threads = threads
     answers.begin(runtime)
     if optimizer is not None:
         take_over = functools.partial(offload.take_over, {unit.index: unit for unit in units})

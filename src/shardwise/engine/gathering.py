@@ -20,6 +20,9 @@ from shardwise.schedule import Move, Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import SparePages
 
+Entry = tuple[Unit, tuple[int, ...]]
+"""A Unit a module opens, and which of its parameters the module itself holds."""
+
 
 class Use:
     """Why a Unit must stay gathered. The engine's own record of a Unit."""
@@ -72,6 +75,13 @@ class Gathering:
     def use(self, unit: Unit) -> Use:
         """The engine's record of a Unit."""
         return self.uses[unit.blueprint.index]
+
+    def are_open(self, entries: Sequence[Entry]) -> bool:
+        """Whether a call that is running has opened all of these."""
+        for unit, _ in entries:  # noqa: SIM110  a plain loop: this runs for every module call
+            if unit.is_covered or not unit.is_gathered or self.use(unit).scopes == 0:
+                return False
+        return True
 
     # -- gather -----------------------------------------------------------------------------------------------
 

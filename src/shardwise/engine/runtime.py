@@ -19,7 +19,7 @@ import torch
 from shardwise.comm import Transport, World
 from shardwise.engine.arrivals import Arrivals, EndOfBackward, is_expected, is_inside_autograd
 from shardwise.engine.changes import Changes
-from shardwise.engine.gathering import Gathering
+from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.nested import tensors_in
@@ -29,14 +29,11 @@ from shardwise.engine.outside import Outside
 from shardwise.engine.passage import Frame, Passage
 from shardwise.engine.saved import Place, SavedPlaces
 from shardwise.engine.transforms import outside_transforms
-from shardwise.errors import LifecycleError, OptimizerError, ShardwiseError, StaleGraphError
+from shardwise.errors import LifecycleError, OptimizerError, ShardwiseError
 from shardwise.observe import EventLog, timed_hook
 from shardwise.partition import Unit, UnitState, publish_master
 from shardwise.stages import Held, Stage
 from shardwise.tiers import Ledger, SparePages
-
-Entry = tuple[Unit, tuple[int, ...]]
-"""A Unit a module opens, and which of its parameters the module itself holds."""
 
 
 class Runtime:
@@ -86,8 +83,6 @@ class Runtime:
         self._update_began = self.events.now()
         self.stall_percent = 0
         """Share of the last step in which some rank waited for gathers."""
-        self.threads = ""
-        """How many threads this rank computes with, and why."""
         self.num_steps = 0
         self.num_skipped_steps = 0
 
@@ -96,7 +91,7 @@ class Runtime:
     @timed_hook
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
         """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
-        if self._frames and not is_root and self._is_all_open(entries):
+        if self._frames and not is_root and self.gathering.are_open(entries):
             frame = Frame(entries, None)
             self._frames.append(frame)
             self._keep_places(frame)
@@ -129,12 +124,6 @@ class Runtime:
                 frame.hooks = self.saved.begin()
             except LookupError:
                 frame.is_pinning = True
-
-    def _is_all_open(self, entries: Sequence[Entry]) -> bool:
-        for unit, _ in entries:  # noqa: SIM110  a plain loop: this runs for every module call
-            if unit.is_covered or not unit.is_gathered or self.gathering.use(unit).scopes == 0:
-                return False
-        return True
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         use = self.gathering.use(unit)
@@ -231,12 +220,6 @@ class Runtime:
     def _restore(self, place: Place) -> torch.Tensor:
         """Autograd needs a view of a Unit's parameters that a forward pass used."""
         unit = place.unit
-        if not place.is_current:
-            raise StaleGraphError(
-                f"backward needs the values that parameter {unit.layout.slots[place.slot].name!r} (Unit {unit.name!r}, rank "
-                f"{self.world.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by "
-                "hand). Run the forward pass again before this backward."
-            )
         if not is_inside_autograd():  # somebody looks at a graph: nobody would tell when to free
             with self.outside.opened([unit]):
                 return place.view().clone()

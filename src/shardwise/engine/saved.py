@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.errors import StaleGraphError
 from shardwise.partition import ShardedParameter, Unit
 
 _top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -34,10 +35,15 @@ class Place(NamedTuple):
     offset: int
     dtype: torch.dtype
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameter still has the values that were saved."""
-        return self.version == _version_of(self.unit, self.slot) and self.epoch == self.unit.writes.epochs[self.slot]
+    def check(self) -> None:
+        """Refuse a parameter that no longer has the values that were saved."""
+        unit = self.unit
+        if self.version != _version_of(unit, self.slot) or self.epoch != unit.writes.epochs[self.slot]:
+            raise StaleGraphError(
+                f"backward needs the values that parameter {unit.layout.slots[self.slot].name!r} (Unit {unit.name!r}, rank "
+                f"{unit.rank}) had in the forward pass, but they have changed since (an optimizer step, or a write by hand). Run "
+                "the forward pass again before this backward."
+            )
 
     def view(self) -> torch.Tensor:
         """The values, while the Unit is gathered."""
@@ -127,6 +133,7 @@ class SavedPlaces:
                 )
             kept = tensor
         elif kind is Place:
+            kept.check()
             kept = self._restore(kept)
         elif kind is _Passed:
             kept = kept.unpack(kept.value)

@@ -1,24 +1,23 @@
-"""Gives the user's optimizer this rank's pieces instead of whole parameters, and listens to its steps.
+"""Gives the user's optimizer this rank's pieces instead of whole parameters.
 
-The optimizer object, its class, its groups and their hyperparameters stay; only the tensors in `params` change.
+The optimizer object, its class, its groups and their hyperparameters stay; only the tensors in `params` change. `step.py` listens
+to its steps.
 """
 
 from __future__ import annotations
 
-import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import OptimizerError
 from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
-from shardwise.optim.guarded import GuardedPiece
-from shardwise.partition import ParamInfo, Unit, UpdatePiece
+from shardwise.optim.step import Step, StepListener, StreamedUpdate
+from shardwise.partition import ParamInfo, Unit
 
 
 def innermost(optimizer: Any) -> Any:
@@ -50,33 +49,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]
     check_elementwise(optimizer)
 
 
-class StreamedUpdate(Protocol):
-    """Stands in for the body of a step."""
-
-    @property
-    def has_states(self) -> bool:
-        """Whether any part has been updated."""
-
-    def __call__(self) -> None:
-        """Update everything that has a gradient."""
-
-
-class StepListener(Protocol):
-    """Who is told about an optimizer's steps: the runtime."""
-
-    def before_step(self, has_closure: bool = False) -> None:
-        """The optimizer is about to update."""
-
-    def after_closure(self) -> None:
-        """A closure that the optimizer called has ended."""
-
-    def after_step(self) -> None:
-        """The optimizer has updated."""
-
-    def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
-        """Gradients of these (Unit, slot) parameters were dropped or zeroed by `optimizer.zero_grad()`."""
-
-
 class Adopted:
     """The user's optimizer, which updates pieces: which parameter is in which group, and every step announced.
 
@@ -96,10 +68,7 @@ class Adopted:
         self._owner = units[0].owner
         self._mark = mark
         self._group_of: dict[tuple[int, int], int] = {}  # by Unit and slot, frozen parameters included
-        self._pieces: dict[int, nn.Parameter] = {}  # what groups may hold, by id
-        self._are_whole = all(unit.span.numel == unit.layout.numel for unit in units)
-        self._outermost: FrameType | None = None  # the call of step() that is running
-        self._params: list[list[nn.Parameter]] | None = None  # of every group, while the body of a streamed step runs
+        self._pieces: set[int] = set()  # what groups may hold, by id
         numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         places = {(unit.index, slot): numbers.get(id(p)) for unit in units for slot, p in enumerate(unit.params)}
         self._group_of = {place: number for place, number in places.items() if number is not None}
@@ -110,10 +79,15 @@ class Adopted:
             for piece in by_param.get(id(param), ()):
                 optimizer.state[piece.master] = fresh_state(param, state, piece.master)
         for group in optimizer.param_groups:
-            group["params"] = [self._know(piece) for param in group["params"] for piece in by_param[id(param)]]
+            group["params"] = [piece.master for param in group["params"] for piece in by_param[id(param)]]
         self._stream = take_over(optimizer)
-        optimizer.register_step_pre_hook(self.begin)
-        optimizer.register_step_post_hook(self.end)
+        are_whole = all(unit.span.numel == unit.layout.numel for unit in units)
+        self._step = Step(listener, self._stream, is_guarded=not are_whole, prepare=self._prepare)
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                self._know(master)
+        optimizer.register_step_pre_hook(self._step.begin)
+        optimizer.register_step_post_hook(self._step.end)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_state_dict_post_hook(self._after_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
@@ -124,87 +98,28 @@ class Adopted:
         if self._refuses_scalers:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
-    def _know(self, piece: UpdatePiece) -> nn.Parameter:
-        self._pieces[id(piece.master)] = piece.master
-        if not self._are_whole:
-            piece.master.__class__ = GuardedPiece
-        return piece.master
-
-    def _open(self, *, is_open: bool = True) -> None:
-        """Let the optimizer itself use the pieces; nobody else may."""
-        if not self._are_whole:
-            wanted = nn.Parameter if is_open else GuardedPiece
-            for piece in self._pieces.values():
-                piece.__class__ = wanted
+    def _know(self, master: nn.Parameter) -> nn.Parameter:
+        self._pieces.add(id(master))
+        self._step.guard(master)
+        return master
 
     def add(self, unit: Unit) -> None:
         """A Unit that was frozen has pieces now: they join the groups that listed its parameters."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            self._recover(optimizer)
+            self._step.recover(optimizer)
         for piece in unit.pieces:
-            master = self._know(piece)
+            master = self._know(piece.master)
             number = self._group_of.get((unit.index, piece.slot))
             if optimizer is not None and number is not None:
                 optimizer.param_groups[number]["params"].append(master)
 
-    # -- steps ------------------------------------------------------------------------------------------------
+    # -- groups -----------------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The optimizer's step begins."""
-        caller = sys._getframe(1)
-        if self._outermost is not None and _is_above(self._outermost, caller):
-            return None  # a subclass's step calls its parent's, which announces itself too
-        self._recover(optimizer)
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step is about to begin."""
         self._refuse_stock_scaler(optimizer)
         self._take_new_groups(optimizer)
-        closure = _closure_in(args, kwargs)
-        self._listener.before_step(closure is not None)
-        self._outermost = caller
-        self._hide(optimizer)
-        self._open()
-        if closure is None:
-            return None
-
-        def followed() -> Any:
-            self._show(optimizer)
-            self._open(is_open=False)
-            loss = closure()
-            self._listener.after_closure()
-            self._hide(optimizer)
-            self._open()
-            return loss
-
-        return (args[0],), {**kwargs, "closure": followed}
-
-    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer's step ends. A streamed update runs here: the body before it had nothing to do."""
-        if sys._getframe(1) is not self._outermost:
-            return
-        self._show(optimizer)
-        if self._stream is not None:
-            self._stream()
-        self._outermost = None
-        self._open(is_open=False)
-        self._listener.after_step()
-
-    def _hide(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._stream is not None:
-            self._params = [group["params"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["params"] = []
-
-    def _show(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._params is not None:
-            for group, params in zip(optimizer.param_groups, self._params, strict=False):
-                group["params"] = [*params, *group["params"]]
-            self._params = None
-
-    def _recover(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that raised in its middle, in its body or in another hook, never came to its end."""
-        self._show(optimizer)
-        self._open(is_open=False)
-        self._outermost = None
 
     def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         if self._refuses_scalers and getattr(optimizer, "found_inf", None) is not None:
@@ -244,23 +159,23 @@ class Adopted:
                         "sw.shard(); states that stream are laid out when the model is sharded. Give it to the optimizer before."
                     )
                 self._group_of[place] = number
-                params += [self._know(piece) for piece in handle.unit.pieces_of(handle.slot)]
+                params += [self._know(piece.master) for piece in handle.unit.pieces_of(handle.slot)]
             group["params"] = params
 
     # -- zero_grad and state dicts ----------------------------------------------------------------------------
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called."""
-        is_stepping = self._outermost is not None  # a closure calls it
-        self._open()
+        is_stepping = self._step.is_running  # a closure calls it
+        self._step.open()
         try:
             type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
         finally:
-            self._open(is_open=is_stepping)
+            self._step.open(is_open=is_stepping)
         self._listener.cleared(self._group_of.keys(), set_to_none=set_to_none)
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        self._recover(optimizer)
+        self._step.recover(optimizer)
         for param in [param for param in optimizer.state if id(param) not in self._pieces and not optimizer.state[param]]:
             del optimizer.state[param]  # somebody asked for the state of a whole parameter, which made an entry
         if self._stream is not None and self._stream.has_states:
@@ -270,7 +185,7 @@ class Adopted:
         return {**state, _MARK: dict(self._mark)}
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        self._recover(optimizer)
+        self._step.recover(optimizer)
         found = state.get(_MARK)
         if found is None:
             if state.get("state"):
@@ -301,20 +216,6 @@ class _ZeroGrad:
 
     def __call__(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         self._adopted.zero_grad(optimizer, set_to_none=set_to_none)
-
-
-def _is_above(frame: FrameType, below: FrameType | None) -> bool:
-    """Whether a call is still running, seen from one that runs now."""
-    while below is not None:
-        if below is frame:
-            return True
-        below = below.f_back
-    return False
-
-
-def _closure_in(args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure
 
 
 def _not_in_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerError:
