@@ -75,8 +75,8 @@ def test_pages_are_given_back_when_asked_when_limited_and_when_something_failed(
             spare.drop()
         elif how == "limit":
             assert ledger.now(Tier.HOST) == 16 * MB
-            ledger.take(Tier.HOST, Kind.GRAD, 10 * MB)  # more than there is beside what is parked
-            ledger.give(Tier.HOST, Kind.GRAD, 10 * MB)
+            ledger.reserve(Tier.HOST, Kind.GRAD, 10 * MB)  # more than there is beside what is parked
+            ledger.release(Tier.HOST, Kind.GRAD, 10 * MB)
         assert resident() < 2 * MB and ledger.now(Tier.HOST) == 0 and spare.num_bytes == 0
 
 
@@ -154,16 +154,16 @@ def test_the_heap_gives_back_what_was_freed() -> None:
 
 def test_the_ledger_counts_peaks_and_refuses_nonsense() -> None:
     ledger = Ledger()
-    ledger.take(Tier.HOST, Kind.BUFFER, 100)
-    ledger.take(Tier.HOST, Kind.GRAD, 50)
-    ledger.give(Tier.HOST, Kind.BUFFER, 100)
-    ledger.take(Tier.HOST, Kind.BUFFER, 30)
+    ledger.reserve(Tier.HOST, Kind.BUFFER, 100)
+    ledger.reserve(Tier.HOST, Kind.GRAD, 50)
+    ledger.release(Tier.HOST, Kind.BUFFER, 100)
+    ledger.reserve(Tier.HOST, Kind.BUFFER, 30)
     assert ledger.now(Tier.HOST) == 80 and ledger.peak(Tier.HOST) == 150
     assert ledger.peak(Tier.HOST, Kind.BUFFER) == 100 and ledger.now(Tier.DEVICE) == 0
     ledger.reset_peak()
     assert ledger.peak(Tier.HOST) == 80
     with pytest.raises(LifecycleError, match="only 30 were taken"):
-        ledger.give(Tier.HOST, Kind.BUFFER, 31)
+        ledger.release(Tier.HOST, Kind.BUFFER, 31)
 
 
 @pytest.mark.parametrize(("stage", "bytes_per_param"), [(0, 16.0), (1, 4 + 4 + 12 / 8), (2, 4 + 12 / 8), (3, 16 / 8)])

@@ -52,7 +52,7 @@ def test_a_shelf_releases_and_reserves(tmp_path: Path) -> None:
     shelf = DiskShelf(disk, Kind.ACTIVATION, torch.float32, {0: 5000, 1: 3000, 2: 9000}, ledger, mover)
     before, blocks = ledger.now(Tier.DISK), os.fstat(disk.file.descriptor).st_blocks
     for unit, numel in ((0, 5000), (1, 3000), (2, 9000)):
-        with shelf.lent(unit, keeps_changes=True, is_new=True) as vector:
+        with shelf.borrowed(unit, keeps_changes=True, is_new=True) as vector:
             vector.copy_(torch.arange(numel) + unit)
     shelf.release(1)
     assert ledger.now(Tier.DISK) == before - 4096 * 4
@@ -60,10 +60,10 @@ def test_a_shelf_releases_and_reserves(tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match="do not fit on this shelf"):
         shelf.reserve(7, 9000)
     shelf.reserve(7, 4000)
-    with shelf.lent(7, keeps_changes=False) as vector:
+    with shelf.borrowed(7, keeps_changes=False) as vector:
         assert not vector.any(), "a released range reads as zeros"
     for unit, numel in ((0, 5000), (2, 9000)):
-        with shelf.lent(unit, keeps_changes=False) as vector:
+        with shelf.borrowed(unit, keeps_changes=False) as vector:
             assert torch.equal(vector, (torch.arange(numel) + unit).float()), "neighbours are untouched"
     with pytest.raises(LifecycleError, match="already"):
         shelf.reserve(7, 1)

@@ -203,11 +203,11 @@ class CombinedTransport(Transport):
         pause("fence")
         self._meeting.fence(self.watch.begin("meeting", "fence"))
 
-    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Gloo's own reduction: small values."""
         return combine_by_gloo(self, values, op)
 
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Gloo's own broadcast."""
         return broadcast_by_gloo(self, values)
 

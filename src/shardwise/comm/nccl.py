@@ -26,7 +26,7 @@ class NcclTransport(Transport):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Device memory; shards that live away need a second process group, made by all ranks together."""
-        if any(entry.is_away for entry in reservations):
+        if any(entry.is_offloaded for entry in reservations):
             self._gather_group = self.world.new_group()
             self._gather_lane = Lane("shardwise-gather")
             self._gather_stream = torch.cuda.Stream(self.world.device)

@@ -150,11 +150,11 @@ class PairwiseTransport(Transport):
         numel = min(self._limit_bytes // self._per_element_bytes(wire), self._largest_shard_numel)
         return max(-(-numel // _GRAIN) * _GRAIN, _GRAIN)
 
-    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Gloo's own reduction: small values."""
         return combine_by_gloo(self, values, op)
 
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Gloo's own broadcast."""
         return broadcast_by_gloo(self, values)
 

@@ -117,7 +117,7 @@ class SharedTransport(Transport):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Shared memory for the shards of all Units."""
-        if any(entry.is_away for entry in reservations):
+        if any(entry.is_offloaded for entry in reservations):
             self._gather_mail = Mailboxes(self.world, self._chunk_bytes, self.watch)
         return self._shards.reserve(reservations)
 
@@ -238,12 +238,12 @@ class SharedTransport(Transport):
         pause("fence")
         self._meeting.fence(self.watch.begin("meeting", "fence"))
 
-    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Every rank reads all values and combines them in rank order."""
         pause("combine")
         return combined(self._meeting.collect(self.watch.begin("meeting", "combine"), values), op)
 
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's row of what was laid open."""
         return self._meeting.collect(self.watch.begin("meeting", "combine"), values)[0]
 

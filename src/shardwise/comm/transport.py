@@ -60,13 +60,13 @@ class Reservation:
     is_full: bool
     parameters: tuple[str, ...] = ()
     """Their names, for messages."""
-    is_away: bool = False
+    is_offloaded: bool = False
     """The vector lives on another tier: it needs no memory here."""
 
     @property
     def memory_numel(self) -> int:
         """Elements of memory to set aside."""
-        return 0 if self.is_away else self.numel
+        return 0 if self.is_offloaded else self.numel
 
     def shard_numel(self, world_size: int) -> int:
         """Length of one rank's part."""
@@ -128,11 +128,11 @@ class Transport(ABC):
     def read_peers_with(self, reader: PeerShards) -> None:  # noqa: B027  only ranks of one host can
         """Where shards are on disk, let ranks gather different Units: each reads the others' shards itself then."""
 
-    def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """The sum or maximum of a small flat tensor over all ranks, the same bits on each of them."""
         return self.world.all_reduce(values, op)
 
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Rank 0's `values`, a small flat tensor."""
         return self.world.broadcast(values)
 

@@ -216,7 +216,7 @@ class Watch:
             self._accounts[self._host.rank][-1] = 1
 
     def name(self, operation: Operation, step: int | None = None) -> str:
-        """An operation in words: what, the how manieth, which module and parameters, which step."""
+        """Describe an operation for an error message: kind, sequence number, module, parameters, step."""
         head, tail = f"{operation.kind} {operation.sequence}", f"at step {self.step if step is None else step}"
         if operation.tag < 0:
             return f"{head} {tail}"

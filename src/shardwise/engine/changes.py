@@ -106,5 +106,5 @@ class Changes:
     def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
         """The smallest and the largest of every value over all ranks."""
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self._world.device)
-        found = self._transport.combine(both, torch.distributed.ReduceOp.MAX).tolist()
+        found = self._transport.all_reduce(both, torch.distributed.ReduceOp.MAX).tolist()
         return [(-low, high) for high, low in zip(found[: len(values)], found[len(values) :], strict=True)]

@@ -131,7 +131,7 @@ class Construction:
         if self._disk is not None:
             self._shelves[unit] = DiskShelf(self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover)
         values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
-        with self._resident(unit, keeps_changes=True, is_new=True):
+        with self._on_device(unit, keeps_changes=True, is_new=True):
             for slot, value in enumerate(values):
                 store(unit, slot, value)
         self.digests[unit] = [checksum(value) for value in values]
@@ -140,31 +140,31 @@ class Construction:
         self._heap.freed(unit.full_bytes)
 
     @contextlib.contextmanager
-    def _resident(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
+    def _on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
         """A Unit's shard in memory, wherever it lives."""
         shelf = self._shelves.get(unit)
         if shelf is None:
             yield
             return
-        away = unit.shard
-        with shelf.lent(_ONLY, keeps_changes=keeps_changes, is_new=is_new) as shard:
+        offloaded = unit.shard
+        with shelf.borrowed(_ONLY, keeps_changes=keeps_changes, is_new=is_new) as shard:
             unit.shard = unit.master = shard
             try:
                 yield
             finally:
-                unit.shard = unit.master = away
+                unit.shard = unit.master = offloaded
 
     # -- touches ----------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
         """Make a Unit's parameters usable."""
-        with self._resident(unit, keeps_changes=False):
+        with self._on_device(unit, keeps_changes=False):
             self.transport.gather(unit.index, unit.shard, unit.begin_gather()).wait()
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
         absorb(unit)
-        with self._resident(unit, keeps_changes=True):
+        with self._on_device(unit, keeps_changes=True):
             write_back(unit)
         self.digests[unit] = [checksum(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
@@ -245,7 +245,7 @@ class Construction:
         if self._read is None or self._read[0] is not unit:
             self._read = None  # given up before the next one is taken
             full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.blueprint.device)
-            with self._resident(unit, keeps_changes=False):
+            with self._on_device(unit, keeps_changes=False):
                 self.transport.gather(unit.index, unit.shard, full).wait()
             self._read = (unit, full)
         place = unit.layout.slots[slot]

@@ -107,7 +107,7 @@ class GradsInMemory(GradHome):
     def _vector(self, unit: Unit) -> torch.Tensor:
         if unit.index not in self._vectors:
             vector = torch.zeros(unit.span.numel, dtype=unit.dtypes.master, device=unit.blueprint.device)
-            self._ledger.take(device_tier(vector.device), Kind.GRAD, vector.nbytes)
+            self._ledger.reserve(device_tier(vector.device), Kind.GRAD, vector.nbytes)
             self._vectors[unit.index] = vector
         return self._vectors[unit.index]
 
@@ -159,7 +159,7 @@ class GradsInMemory(GradHome):
             self._shown.discard(unit.index)
             vector = self._vectors.pop(unit.index, None)
             if vector is not None:
-                self._ledger.give(device_tier(vector.device), Kind.GRAD, vector.nbytes)
+                self._ledger.release(device_tier(vector.device), Kind.GRAD, vector.nbytes)
 
 
 class OffloadedGrads(GradHome):
@@ -188,7 +188,7 @@ class OffloadedGrads(GradHome):
         shelf = self._shelf(unit)
         while len(self._evictions) >= MAX_EVICTIONS or any(index == unit.index for index, _, _ in self._evictions):
             self._finish_eviction()
-        buffer = self._mover.device_buffers.take(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
+        buffer = self._mover.device_buffers.borrow(whole_quanta(unit.span.numel) * shelf.dtype.itemsize)
         grad = buffer.as_vector(shelf.dtype, unit.span.numel)
         self._borrowed[unit.index] = (buffer, grad, None)
         if not accumulates:
@@ -223,7 +223,7 @@ class OffloadedGrads(GradHome):
             if fetched is not None:
                 with contextlib.suppress(DiskError):
                     fetched.wait()
-            self._mover.device_buffers.give(buffer)
+            self._mover.device_buffers.give_back(buffer)
 
     def _finish_eviction(self) -> None:
         _, ticket, buffer = self._evictions[0]
@@ -250,7 +250,7 @@ class OffloadedGrads(GradHome):
     def on_device(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Fetched for a while."""
         self.settle()
-        with self._shelf(unit).lent(unit.index, keeps_changes=False) as grad:
+        with self._shelf(unit).borrowed(unit.index, keeps_changes=False) as grad:
             for factor in self.factors.get(unit.index, ()):
                 grad.mul_(factor)
             yield grad

@@ -118,7 +118,7 @@ class Gradients:
         elif local is not None:
             grad = local.add_(grad)
         else:
-            self._ledger.take(self._tier, Kind.GRAD, grad.nbytes)
+            self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
         arrived[slot] = grad
         self._versions[unit.index][slot] = grad._version
         if len(arrived) == len(unit.params) and unit.index not in self._launched:
@@ -130,7 +130,7 @@ class Gradients:
         if slot in local:
             local[slot].add_(grad)
         else:
-            self._ledger.take(self._tier, Kind.GRAD, grad.nbytes)
+            self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
             local[slot] = grad.clone()  # autograd, or a hook, may still use the one it has handed over
 
     @property
@@ -160,7 +160,7 @@ class Gradients:
         try:
             ticket = self._start(bucket, adds)
         except BaseException:
-            self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+            self._ledger.release(self._tier, Kind.GRAD, num_bytes)
             for unit in bucket:
                 self.home.cancel(unit)
             raise
@@ -200,7 +200,7 @@ class Gradients:
                 self.home.cancel(unit)
             self._events.emit("reduced", bucket[0].name, since=begin)
             self._events.emit_span("reduce", bucket[0].name, ticket.span, "exchange")
-            self._ledger.give(self._tier, Kind.GRAD, num_bytes)
+            self._ledger.release(self._tier, Kind.GRAD, num_bytes)
 
     # -- at the end of backward -------------------------------------------------------------------------------
 
@@ -248,13 +248,13 @@ class Gradients:
         order = [*self._completed, *(i for i in self._order if i not in self._completed)]
         is_new = self._world.rank == 0 and order != self._order
         flags = [*asked, *used_here, *late, stall_percent, has_any, is_new]
-        answers = self._transport.combine(
+        answers = self._transport.all_reduce(
             torch.tensor(flags, dtype=torch.uint8, device=self._world.device), dist.ReduceOp.MAX
         ).tolist()
         found = answers[len(asked) :]
         if found[-1]:
             shared = torch.tensor(order, dtype=torch.int64, device=self._world.device)
-            self._next_order = self._transport.from_first(shared).tolist()
+            self._next_order = self._transport.broadcast(shared).tolist()
         else:
             self._next_order = self._order
         late_flags = found[len(used_here) : len(used_here) + len(late)]
@@ -278,7 +278,7 @@ class Gradients:
             except Exception as error:
                 failed = failed or error
         for arrived in self._arrived.values():
-            self._ledger.give(self._tier, Kind.GRAD, sum(grad.nbytes for grad in arrived.values()))
+            self._ledger.release(self._tier, Kind.GRAD, sum(grad.nbytes for grad in arrived.values()))
             arrived.clear()
         self._next_order = self._order
         self._reset()
@@ -328,7 +328,7 @@ class Gradients:
         for slot in slots:
             grad = self._local[index].pop(slot, None)
             if grad is not None:
-                self._ledger.give(self._tier, Kind.GRAD, grad.nbytes)
+                self._ledger.release(self._tier, Kind.GRAD, grad.nbytes)
 
     def require_reduced(self, what: str) -> None:
         """Refuse what would take gradients for complete that other ranks' are not in."""

@@ -52,7 +52,7 @@ class ModelBuffers:
         if self._is_idle or not self._keys or not (torch.is_grad_enabled() and self._model.training):
             return
         flags = torch.tensor(self.changed(), dtype=torch.uint8, device=self._world.device)
-        found = transport.combine(flags, dist.ReduceOp.MAX).tolist()
+        found = transport.all_reduce(flags, dist.ReduceOp.MAX).tolist()
         if any(found):
             self.broadcast(transport, [bool(flag) for flag in found], tells_autograd=True)
 
@@ -68,7 +68,7 @@ class ModelBuffers:
         names = [name for name, is_chosen in zip(self._keys, chosen, strict=True) if is_chosen and name in now]
         if names:
             parts = [_bytes_of(now[name]) for name in names]
-            whole = transport.from_first(torch.cat(parts))
+            whole = transport.broadcast(torch.cat(parts))
             for name, part in zip(names, whole.split([part.numel() for part in parts]), strict=True):
                 _fill(now[name], part, tells_autograd=tells_autograd and not name.endswith(_STATISTICS))
         if list(now) != self._keys or names:

@@ -40,7 +40,7 @@ class Norms:
         return self._combined(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).to(torch.float32).squeeze(0)
 
     def _combined(self, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        return self._transport.combine(total, op) if self._is_partitioned else total
+        return self._transport.all_reduce(total, op) if self._is_partitioned else total
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
@@ -76,7 +76,7 @@ class Norms:
         for part in self._home.power_sums(self._units, 2.0):
             if not bool(torch.isfinite(part)):  # in fp64 a sum of squares of fp32 values is finite exactly if all of them are
                 bad[0] = 1
-        return not bool(self._transport.combine(bad, dist.ReduceOp.MAX).item())
+        return not bool(self._transport.all_reduce(bad, dist.ReduceOp.MAX).item())
 
     def non_finite(self) -> list[str]:
         """Names of parameters with an infinite or NaN gradient on any rank."""
@@ -86,7 +86,7 @@ class Norms:
         for unit, piece, grad in self._home.each(self._units.values()):
             if not bool(torch.isfinite(grad).all()):
                 flags[position[unit.index, piece.slot]] = 1
-        found = self._transport.combine(flags, dist.ReduceOp.MAX).tolist()
+        found = self._transport.all_reduce(flags, dist.ReduceOp.MAX).tolist()
         return [self._units[index].layout.slots[slot].name for index, slot in places if found[position[index, slot]]]
 
 

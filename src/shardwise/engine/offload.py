@@ -199,14 +199,14 @@ class Offloading:
         if own.dtype == shelf.dtype and (is_aligned(own) or self.mover.is_apart):
             return transport.gather(unit.index, own, full, shelf.fetch(own, start))
         buffers = self.mover.device_buffers
-        buffer = buffers.take(whole_quanta(own.numel()) * shelf.dtype.itemsize)
+        buffer = buffers.borrow(whole_quanta(own.numel()) * shelf.dtype.itemsize)
         ready = shelf.fetch(buffer.raw, start)
         shard = buffer.as_vector(shelf.dtype, own.numel())
 
         def give_back() -> None:
             with contextlib.suppress(DiskError):  # told by the gather; here only that it has ended counts
                 ready.wait()
-            buffers.give(buffer)
+            buffers.give_back(buffer)
 
         return Returning(transport.gather(unit.index, shard, full, ready), give_back)
 
@@ -224,7 +224,7 @@ class Offloading:
             with contextlib.ExitStack() as stack:
 
                 def borrow(shelf: Shelf) -> torch.Tensor:
-                    return stack.enter_context(shelf.lent(unit.index, keeps_changes=keeps_changes, is_new=is_new))
+                    return stack.enter_context(shelf.borrowed(unit.index, keeps_changes=keeps_changes, is_new=is_new))
 
                 if region.param is not None:
                     unit.shard = borrow(region.param)

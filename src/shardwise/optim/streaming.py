@@ -40,8 +40,8 @@ def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
         found |= together[0]
         if not all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True)):
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot stream: parameters updated by two calls of step() came out otherwise than by "
-                "one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
+                f"{type(optimizer).__name__} cannot stream: updating parameters in two calls of step() gave other "
+                "values than in one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
             )
     return found
 
@@ -73,9 +73,9 @@ class _Set:
         self.buffers: dict[int, Buffer] = {}
         self.tickets: list[Ticket] = []
 
-    def take(self, buffers: Buffers, shelves: Sequence[DiskShelf], most_numel: int) -> None:
+    def borrow(self, buffers: Buffers, shelves: Sequence[DiskShelf], most_numel: int) -> None:
         for shelf in shelves:
-            self.buffers[id(shelf)] = buffers.take(most_numel * shelf.dtype.itemsize)
+            self.buffers[id(shelf)] = buffers.borrow(most_numel * shelf.dtype.itemsize)
 
     def vector(self, shelf: Shelf, portion: Portion) -> torch.Tensor:
         if shelf.vector is not None:
@@ -156,7 +156,7 @@ class StreamedStep:
         try:
             for _ in range(NUM_SETS):
                 sets.append(_Set())
-                sets[-1].take(self._buffers, shelves, most)
+                sets[-1].borrow(self._buffers, shelves, most)
             self.buffer_bytes = max(self.buffer_bytes, sum(b.raw.numel() for held in sets for b in held.buffers.values()))
             for number in range(-1, len(portions)):
                 if number + 1 < len(portions):
@@ -174,7 +174,7 @@ class StreamedStep:
                 with contextlib.suppress(DiskError):
                     held.wait()
                 for buffer in held.buffers.values():
-                    self._buffers.give(buffer)
+                    self._buffers.give_back(buffer)
 
     def _is_due(self, update: UpdatePiece) -> bool:
         return update.grad is not None and id(update.master) in self._group_of
@@ -307,7 +307,7 @@ class StreamedStep:
         if shelf is None:
             yield self.kept(unit, name)
             return
-        with shelf.lent(unit.index, keeps_changes=False) as vector:
+        with shelf.borrowed(unit.index, keeps_changes=False) as vector:
             yield vector
 
     def kept(self, unit: Unit, name: str) -> torch.Tensor:
@@ -315,7 +315,7 @@ class StreamedStep:
         key = (unit.index, name)
         if key not in self._kept:
             self._kept[key] = torch.zeros(unit.span.numel, dtype=self.states[name], device=unit.blueprint.device)
-            self._ledger.take(Tier.HOST, Kind.MOMENT, self._kept[key].numel() * self._kept[key].element_size())
+            self._ledger.reserve(Tier.HOST, Kind.MOMENT, self._kept[key].numel() * self._kept[key].element_size())
         return self._kept[key]
 
 

@@ -154,14 +154,14 @@ class Unit:
     # -- memory -----------------------------------------------------------------------------------------------
 
     def _allocate(self, memory: torch.Tensor, full: FullBuffer | None) -> tuple[FullBuffer | None, torch.Tensor]:
-        self._ledger.take(self._tier, Kind.PARAM, memory.numel() * memory.element_size())
+        self._ledger.reserve(self._tier, Kind.PARAM, memory.numel() * memory.element_size())
         layout = self.blueprint.layout
         if self.blueprint.holds_alias:
             start = self.rank * layout.shard_numel
             return FixedBuffer(memory), memory[start : start + layout.shard_numel]
         if self.is_always_full:
             full = FixedBuffer(torch.zeros(layout.numel, dtype=self.dtypes.compute, device=self.blueprint.device))
-            self._ledger.take(self._tier, Kind.PARAM, full.num_bytes)
+            self._ledger.reserve(self._tier, Kind.PARAM, full.num_bytes)
         return full, memory
 
     def _allocate_master(self) -> tuple[torch.Tensor, tuple[UpdatePiece, ...]]:
@@ -173,7 +173,7 @@ class Unit:
         elif self.blueprint.offloads_master:
             master = torch.empty(0, dtype=dtype, device=device)
         else:
-            self._ledger.take(self._tier, Kind.MASTER, span.numel * dtype.itemsize)
+            self._ledger.reserve(self._tier, Kind.MASTER, span.numel * dtype.itemsize)
             master = torch.zeros(span.numel, dtype=dtype, device=device)
         # While masters are offloaded a piece has a shape but no values.
         whole = master if master.numel() else torch.full((), float("nan"), dtype=dtype, device=device).expand(span.numel)
@@ -261,7 +261,7 @@ class Unit:
         else:
             buffer.claim()
             try:
-                self._ledger.take(self._tier, Kind.BUFFER, buffer.num_bytes)
+                self._ledger.reserve(self._tier, Kind.BUFFER, buffer.num_bytes)
             except BaseException:
                 buffer.discard()
                 raise
@@ -332,7 +332,7 @@ class Unit:
 
     def _discard(self, *, is_quiet: bool = True) -> None:
         buffer = self._buffer()
-        self._ledger.give(self._tier, Kind.BUFFER, buffer.num_bytes)
+        self._ledger.release(self._tier, Kind.BUFFER, buffer.num_bytes)
         buffer.discard(is_quiet=is_quiet)
 
     def uncover(self) -> None:

@@ -36,7 +36,7 @@ class Buffers:
         self._free: list[torch.Tensor] = []
         ledger.reclaim_with(self.drop_free)
 
-    def take(self, num_bytes: int) -> Buffer:
+    def borrow(self, num_bytes: int) -> Buffer:
         """The smallest free buffer that is large enough, or a new one; its contents are whatever they were."""
         size = max(aligned(num_bytes), ALIGNMENT)
         with self._lock:
@@ -46,15 +46,15 @@ class Buffers:
                 self._free = [m for m in self._free if m is not memory]
             else:
                 self.drop_free()  # a larger one takes their place
-                self._ledger.take(self._tier, Kind.BUFFER, size)
+                self._ledger.reserve(self._tier, Kind.BUFFER, size)
                 try:
                     memory = self._make(size)
                 except BaseException:
-                    self._ledger.give(self._tier, Kind.BUFFER, size)
+                    self._ledger.release(self._tier, Kind.BUFFER, size)
                     raise
         return Buffer(memory, num_bytes)
 
-    def give(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         with self._lock:
             self._free.append(buffer.memory)
@@ -65,13 +65,13 @@ class Buffers:
         try:
             yield
         except Exception:
-            self.give(buffer)
+            self.give_back(buffer)
             raise
-        self.give(buffer)
+        self.give_back(buffer)
 
     def drop_free(self) -> None:
         """Give back what is not lent."""
         with self._lock:
             for memory in self._free:
-                self._ledger.give(self._tier, Kind.BUFFER, memory.numel())
+                self._ledger.release(self._tier, Kind.BUFFER, memory.numel())
             self._free.clear()

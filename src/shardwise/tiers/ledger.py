@@ -58,7 +58,7 @@ class Ledger:
         """Bytes that may still be taken."""
         return self._limits[tier.value] - self._tier_now[tier.value]
 
-    def take(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
+    def reserve(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Count `num_bytes` as taken; raises before a limit is passed."""
         at = tier._value_
         if self._tier_now[at] + num_bytes > self._limits[at]:
@@ -80,7 +80,7 @@ class Ledger:
         if self._tier_now[at] > self._tier_peak[at]:
             self._tier_peak[at] = self._tier_now[at]
 
-    def give(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
+    def release(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
         """Count `num_bytes` as given back; giving back more than was taken is a broken invariant."""
         at = tier._value_
         key = (at, kind._value_)
@@ -95,9 +95,9 @@ class Ledger:
         """State a total that is owned elsewhere (optimizer states, measured activations)."""
         difference = num_bytes - self._now[(tier.value, kind.value)]
         if difference >= 0:
-            self.take(tier, kind, difference)
+            self.reserve(tier, kind, difference)
         else:
-            self.give(tier, kind, -difference)
+            self.release(tier, kind, -difference)
 
     def now(self, tier: Tier, kind: Kind | None = None) -> int:
         """Bytes held now, of one kind or of all."""

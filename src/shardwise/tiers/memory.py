@@ -177,7 +177,7 @@ class FixedBuffer(FullBuffer):
         raise LifecycleError("a full vector that is kept for life was discarded: a broken invariant.")
 
     def is_untouched(self) -> bool:
-        """It is never discarded, so it never is."""
+        """Always False: a fixed buffer is never discarded."""
         return False
 
 

@@ -52,7 +52,7 @@ class SparePages:
             if not self._extents[-1]:
                 self._extents.pop()
             came.append(part)
-        self._ledger.give(Tier.HOST, Kind.BUFFER, sum(came))
+        self._ledger.release(Tier.HOST, Kind.BUFFER, sum(came))
         return came
 
     def park(self, address: int, extents: list[int]) -> int:
@@ -65,7 +65,7 @@ class SparePages:
             if not part or not self._has_place() or not move_pages(address + at, self._start + at, part):
                 break
             self._extents.append(part)
-            self._ledger.take(Tier.HOST, Kind.BUFFER, part)
+            self._ledger.reserve(Tier.HOST, Kind.BUFFER, part)
             if part < extent:
                 break
         return self.num_bytes
@@ -75,7 +75,7 @@ class SparePages:
         if self._extents:
             assert self._map is not None
             self._map.madvise(mmap.MADV_DONTNEED, self._start - _address_of(self._map), self.num_bytes)
-            self._ledger.give(Tier.HOST, Kind.BUFFER, self.num_bytes)
+            self._ledger.release(Tier.HOST, Kind.BUFFER, self.num_bytes)
             self._extents.clear()
 
     def _has_place(self) -> bool:

@@ -65,7 +65,7 @@ class Shelf(ABC):
                 f"{numel} elements do not fit on this shelf: of {self.numel}, {self._extents.free} are free, in pieces. Release "
                 "more of it first."
             )
-        self._take(start, whole_quanta(numel))
+        self._allocate(start, whole_quanta(numel))
         self.starts[unit], self._lengths[unit] = start, numel
         return start
 
@@ -73,14 +73,14 @@ class Shelf(ABC):
         """Give a Unit's range back: its bytes are gone, and others may have it."""
         start, numel = self.starts.pop(unit), whole_quanta(self._lengths.pop(unit))
         self._extents.release(start, numel)
-        self._give(start, numel)
+        self._free(start, numel)
 
     @abstractmethod
-    def _take(self, start: int, numel: int) -> None:
+    def _allocate(self, start: int, numel: int) -> None:
         """Have memory behind a range again."""
 
     @abstractmethod
-    def _give(self, start: int, numel: int) -> None:
+    def _free(self, start: int, numel: int) -> None:
         """Give the memory behind a range back, as far as the tier can."""
 
     @abstractmethod
@@ -92,10 +92,10 @@ class Shelf(ABC):
         """Start writing from device memory, which must not change before the Ticket is waited for."""
 
     @contextlib.contextmanager
-    def lent(self, unit: int, *, keeps_changes: bool, is_new: bool = False) -> Iterator[torch.Tensor]:
+    def borrowed(self, unit: int, *, keeps_changes: bool, is_new: bool = False) -> Iterator[torch.Tensor]:
         """One Unit's vector in device memory for a while; if it is new it starts as zeros."""
         buffers = self._mover.device_buffers
-        buffer = buffers.take(whole_quanta(self._lengths[unit]) * self.dtype.itemsize)
+        buffer = buffers.borrow(whole_quanta(self._lengths[unit]) * self.dtype.itemsize)
         with buffers.returned(buffer):
             if is_new:
                 buffer.raw.zero_()
@@ -114,13 +114,13 @@ class HostShelf(Shelf):
     def __init__(self, kind: Kind, dtype: torch.dtype, lengths: Mapping[int, int], ledger: Ledger, mover: Mover) -> None:
         super().__init__(dtype, lengths, mover)
         num_bytes = self.numel * dtype.itemsize
-        ledger.take(Tier.HOST, kind, num_bytes)
+        ledger.reserve(Tier.HOST, kind, num_bytes)
         self.vector = mover.host_memory(num_bytes)[:num_bytes].view(dtype)
 
-    def _take(self, start: int, numel: int) -> None:
+    def _allocate(self, start: int, numel: int) -> None:
         """The vector keeps its memory."""
 
-    def _give(self, start: int, numel: int) -> None:
+    def _free(self, start: int, numel: int) -> None:
         """The vector keeps its memory."""
 
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
@@ -144,17 +144,17 @@ class DiskShelf(Shelf):
         self._disk = disk
         self._kind, self._ledger = kind, ledger
         self._offset = disk.reserve(self.numel * dtype.itemsize)
-        ledger.take(Tier.DISK, kind, self.numel * dtype.itemsize)
+        ledger.reserve(Tier.DISK, kind, self.numel * dtype.itemsize)
 
-    def _take(self, start: int, numel: int) -> None:
+    def _allocate(self, start: int, numel: int) -> None:
         """Allocate the blocks again, so that a full disk is noticed now."""
         self._disk.allocate(self._offset + start * self.dtype.itemsize, numel * self.dtype.itemsize)
-        self._ledger.take(Tier.DISK, self._kind, numel * self.dtype.itemsize)
+        self._ledger.reserve(Tier.DISK, self._kind, numel * self.dtype.itemsize)
 
-    def _give(self, start: int, numel: int) -> None:
+    def _free(self, start: int, numel: int) -> None:
         """The file system gets the blocks."""
         self._disk.punch(self._offset + start * self.dtype.itemsize, numel * self.dtype.itemsize)
-        self._ledger.give(Tier.DISK, self._kind, numel * self.dtype.itemsize)
+        self._ledger.release(Tier.DISK, self._kind, numel * self.dtype.itemsize)
 
     def read(self, memory: torch.Tensor, start: int) -> Ticket:
         """Start filling aligned host memory."""
@@ -167,7 +167,7 @@ class DiskShelf(Shelf):
             self._disk.read_peer(rank, place, at).wait()
             return
         buffers = self._mover.buffers
-        buffer = buffers.take(whole_quanta(place.numel()) * self.dtype.itemsize)
+        buffer = buffers.borrow(whole_quanta(place.numel()) * self.dtype.itemsize)
         with buffers.returned(buffer):
             self._disk.read_peer(rank, buffer.raw, at).wait()
             place.copy_(buffer.as_vector(self.dtype, place.numel()))
@@ -181,16 +181,16 @@ class DiskShelf(Shelf):
         if not self._mover.is_apart:
             return self.read(memory, start)
         target = memory.view(torch.uint8)
-        buffer = self._mover.buffers.take(target.numel())
+        buffer = self._mover.buffers.borrow(target.numel())
         copied = self._mover.copy_up(target, buffer.raw[: target.numel()], after=self.read(buffer.raw, start))
-        return Returning(copied, lambda: self._mover.buffers.give(buffer))
+        return Returning(copied, lambda: self._mover.buffers.give_back(buffer))
 
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
         """Copy down where device memory is not the host's, and write."""
         if not self._mover.is_apart:
             return self.write(memory, start)
         source = memory.view(torch.uint8)
-        buffer = self._mover.buffers.take(source.numel())
+        buffer = self._mover.buffers.borrow(source.numel())
         writes: list[Ticket] = []
         copied = self._mover.copy_down(buffer.raw, source, then=lambda: writes.append(self.write(buffer.raw, start)))
-        return Returning(Chain(copied, writes), lambda: self._mover.buffers.give(buffer))
+        return Returning(Chain(copied, writes), lambda: self._mover.buffers.give_back(buffer))
