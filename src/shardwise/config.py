@@ -1,6 +1,7 @@
-"""The frozen configuration: one keyword-only dataclass per concern, checked when it is made.
+"""What was asked for? Frozen, keyword-only dataclasses that are checked when they are made.
 
-A request is honoured or refused. Nothing here touches a process group, a file or a tensor.
+An option is honoured or an error is raised; no option is adjusted silently. Nothing here touches a process group, a file or a
+tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module],
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MASTERS = (torch.float64, torch.float32)
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
-"""A month: longer waits overflow the clocks below."""
+"""One month. Longer waits would overflow the timers of the libraries used here."""
 BUFFERS = ("broadcast", "local")
 TRANSPORTS = ("auto", "shared", "combined", "pairwise", "reference", "nccl")
 
 
 def _naming_its_options(cls: type[_T]) -> type[_T]:
-    """Have a dataclass refuse an unknown option by name, and suggest the nearest."""
+    """Make a dataclass raise on an unknown option and suggest the nearest name."""
     make = cls.__init__
 
     @functools.wraps(make)
@@ -50,7 +51,7 @@ def _naming_its_options(cls: type[_T]) -> type[_T]:
 @_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Dynamic loss scaling: multiply by `growth` after `interval` good steps, by `backoff` after a bad one."""
+    """Dynamic loss scaling: multiply by `growth` after `interval` steps without overflow, by `backoff` after an overflow."""
 
     initial: float = 65536.0
     growth: float = 2.0
@@ -73,16 +74,16 @@ class LossScale:
 @_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype is stored, computed with, reduced in and updated. None means: the parameter's own."""
+    """The dtypes of stored parameters, compute, reductions and masters. By default they follow the parameter's own dtype."""
 
     param: torch.dtype | None = None
-    """Stored shards and the wire of a gather."""
+    """Dtype of the stored shards, in which a gather also sends them. None: the parameter's own."""
     compute: torch.dtype | None = None
-    """What forward and backward see; None: `param`, or fp32 where this CPU only emulates 16-bit products."""
+    """Dtype of forward and backward. None: `param`, or fp32 where this CPU only emulates 16-bit matrix products."""
     reduce: torch.dtype | None = None
-    """The wire of a reduction; sums are always formed in fp32 or wider. None: fp32 or wider."""
+    """Dtype in which a reduction sends gradients; all transports but NCCL sum in fp32 or wider. None: fp32 or wider."""
     master: torch.dtype | None = None
-    """What the optimizer updates: fp32, or wider if the parameters are. Made from the original values, not the stored."""
+    """Dtype of the values that the optimizer updates, made from the original values, not the stored ones. None: fp32 or wider."""
     loss_scale: LossScale | None = None
     """Dynamic loss scaling; None: no scaling."""
 
@@ -125,20 +126,20 @@ TIERS = ("device", "host", "disk")
 @_naming_its_options
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where model states live between their uses: 'device', 'host' or 'disk' for each. On a CPU device and host are one."""
+    """Where model states live between their uses: 'device', 'host' or 'disk' for each. On a CPU, device and host are the same."""
 
     params: str = "device"
-    """Stored parameter shards. Below stage 3 parameters are whole all the time and stay on the device."""
+    """Stored parameter shards. Below stage 3 parameters are always full and stay on the device."""
     grads: str = "device"
     """Reduced gradient shards."""
     optimizer: str = "device"
-    """Moments and, where they are not the stored parameters themselves, masters."""
+    """Moments, and masters where they are separate from the stored parameters."""
     path: str | os.PathLike[str] | None = None
-    """Directory on the disk; None: the system's directory for temporary files. Nothing remains there after the run."""
+    """Directory on the disk. None: the system's directory for temporary files. Nothing is left there after the run."""
     host_bytes: int | None = None
-    """Bound of what one rank holds in memory for states and buffers; None: no bound but the machine's."""
+    """Most bytes of host memory that one rank may use for states and buffers. None: no limit."""
     step_bytes: int = 16 << 20
-    """Bytes of each vector (parameters, gradients, each moment) that are updated at a time when states stream."""
+    """Bytes of each vector (parameters, gradients, each moment) that the streamed optimizer step updates at a time."""
     checks: bool = False
     """Keep a checksum of everything written to disk and compare it when it is read."""
 
@@ -166,13 +167,13 @@ class Offload:
         return "disk" in (self.params, self.grads, self.optimizer)
 
     def offloaded_kinds(self, *, host_is_apart: bool) -> tuple[str, ...]:
-        """Which of 'params', 'grads' and 'optimizer' must be moved to be used: on a CPU the host is the device itself."""
+        """Which of 'params', 'grads' and 'optimizer' are offloaded. `host_is_apart`: device and host are two memories."""
         tiers = ("host", "disk") if host_is_apart else ("disk",)
         return tuple(kind for kind in ("params", "grads", "optimizer") if getattr(self, kind) in tiers)
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything stays where it is computed with."""
+        """Whether all states are kept on the device."""
         return self.params == self.grads == self.optimizer == "device"
 
     @staticmethod
@@ -189,7 +190,7 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardConfig:
-    """Everything `shard` was asked for."""
+    """All options of `shard`."""
 
     stage: int
     """0 replicates, 1 partitions optimizer states, 2 also gradients, 3 also parameters."""
@@ -198,20 +199,20 @@ class ShardConfig:
     units: UnitRule | None = None
     """Which modules are Units: a class, classes, or a predicate. None: found automatically."""
     max_unit_bytes: int = 256 << 20
-    """A Unit larger than this is split if its module can be."""
+    """A Unit larger than this is split, if its module has submodules to split it into."""
     exchange_bytes: int = 24 << 20
-    """Bound of all gradient exchange buffers together, whatever the model's size."""
+    """Most bytes of all gradient exchange buffers together. They do not grow with the model."""
     prefetch_bytes: int | None = None
-    """Bound of all full vectors gathered ahead of their use, where gathers take time. None: the largest Unit; 0: no prefetch."""
+    """Most bytes of full vectors that are prefetched, where gathers take time. None: the largest Unit; 0: no prefetch."""
     methods: tuple[str, ...] = ()
     """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
     offload: Offload = dataclasses.field(default_factory=Offload)
     """Where model states live between their uses."""
     buffers: str = "broadcast"
-    """'broadcast': every rank goes on with rank 0's buffers after each backward, as under DistributedDataParallel; 'local': each
-    rank keeps its own."""
+    """'broadcast': rank 0's buffers are broadcast after each backward, as under DistributedDataParallel; 'local': each rank keeps
+    its own."""
     transport: str = "auto"
-    """How ranks combine: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
+    """How ranks communicate: 'auto', or one of the names in `shardwise.config.TRANSPORTS`."""
 
     timeout_s: float = 600.0
     """How long a rank waits for another before it raises."""
@@ -258,7 +259,7 @@ class ShardConfig:
 
     @staticmethod
     def of(options: dict[str, Any]) -> ShardConfig:
-        """Build from keyword options; an unknown name is refused and the nearest one suggested."""
+        """Build from keyword options; an unknown name raises an error that suggests the nearest one."""
         known = [field.name for field in dataclasses.fields(ShardConfig)]
         for name in options:
             if name not in known:

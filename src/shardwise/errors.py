@@ -1,11 +1,11 @@
-"""What can go wrong, as a tree that callers can catch by meaning.
+"""What can go wrong? The exceptions as a tree: catch `ShardwiseError` for all, or a subclass for one kind of problem.
 
 Every message says what was being done, what was found, what was expected and what to do.
 """
 
 
 class ShardwiseError(Exception):
-    """Root of every error this library raises on purpose."""
+    """Base class of all errors that this library raises."""
 
 
 class ConfigError(ShardwiseError, ValueError):
@@ -21,7 +21,7 @@ class OptimizerError(ShardwiseError, ValueError):
 
 
 class RanksDifferError(ShardwiseError, RuntimeError):
-    """Ranks that must hold or do the same thing do not."""
+    """Ranks that must hold the same values, or do the same operations, differ."""
 
 
 class FreedParameterError(ShardwiseError, RuntimeError):
@@ -37,7 +37,7 @@ class NonFiniteGradientError(ShardwiseError, ArithmeticError):
 
 
 class LifecycleError(ShardwiseError, RuntimeError):
-    """A Unit was asked for a move its state does not allow: a broken invariant."""
+    """An invariant of this library was broken, for example by a state transition that a Unit does not allow."""
 
 
 class TransportError(ShardwiseError, RuntimeError):
@@ -45,7 +45,7 @@ class TransportError(ShardwiseError, RuntimeError):
 
 
 class MemoryBudgetError(ShardwiseError, MemoryError):
-    """A reservation does not fit its tier."""
+    """A request for memory exceeds what its tier (device, host or disk) can hold."""
 
 
 class SharedMemoryError(MemoryBudgetError, TransportError):
@@ -53,4 +53,4 @@ class SharedMemoryError(MemoryBudgetError, TransportError):
 
 
 class DiskError(ShardwiseError, OSError):
-    """A disk tier could not be set up, read or written; `errno` says why."""
+    """The disk tier could not be set up, read or written; `errno` says why."""

@@ -1,6 +1,6 @@
-"""The compiled kernels of `native/`, if they were built: one C library, loaded with ctypes.
+"""Which kernels were built? Loads the compiled library of `native/`, if there is one, with ctypes.
 
-Whoever uses it has a way through torch or Python with the same results. Every call lets other Python threads run.
+Every caller must also work without it, through torch or Python, with the same results. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class AdamArrays(ctypes.Structure):
-    """Addresses and dtypes of what one update reads and writes."""
+    """Addresses and dtypes of the vectors that one Adam update reads and writes."""
 
     _fields_ = (
         ("master", ctypes.c_void_p),
@@ -27,7 +27,7 @@ class AdamArrays(ctypes.Structure):
 
 
 class AdamSettings(ctypes.Structure):
-    """The numbers of one update, in the order of `native/adam.cpp`."""
+    """Numbers that one Adam update uses, made from its hyperparameters, in the order of the struct in `native/adam.cpp`."""
 
     _fields_ = (
         ("grad_scale", ctypes.c_float),
@@ -76,7 +76,7 @@ _WIDTHS = ("scalar", "AVX2", "AVX-512")
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None if it was not built or SHARDWISE_NATIVE=0 asks to do without."""
+    """The library; None if it was not built, or if SHARDWISE_NATIVE=0 disables it."""
     path = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
     if os.environ.get("SHARDWISE_NATIVE") == "0" or not path.exists():
         return None
@@ -91,7 +91,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def description() -> str:
-    """Which path is active, for the report."""
+    """For the report: which kernels are used, and why if they are not the native ones."""
     found = library()
     if found is not None:
         return f"native ({_WIDTHS[found.sw_adam_width(len(_WIDTHS))]})"

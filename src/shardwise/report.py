@@ -1,4 +1,7 @@
-"""What is said about a run: bytes by kind, predicted and measured, placement, prefetch and traffic, as text."""
+"""What is said about a run? Formats its report: bytes by kind, predicted and measured, placement, prefetch and traffic.
+
+Called by `run.report()`. Reads the runtime and never changes it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from shardwise.stages import Held
 def format_report(
     config: ShardConfig, runtime: Runtime, predicted: MemoryPlan, measured: dict[str, int], loss_scale: float
 ) -> str:
-    """The report of this rank."""
+    """Return the report of this rank as text."""
     lines = [
         f"shardwise: stage {config.stage}, rank {runtime.world.rank} of {runtime.world.world_size}, "
         f"{len(runtime.units)} Units, transport {runtime.transport.label}",
@@ -24,7 +27,7 @@ def format_report(
         "",
         _memory(predicted.by_kind(), measured),
     ]
-    with contextlib.suppress(OSError):  # the kernel's account is Linux's
+    with contextlib.suppress(OSError):  # only Linux reports it
         now = format_bytes(process_memory().total)
         lines += ["", f"process memory now {now} (interpreter and libraries included)"]
     if runtime.world.threads:

@@ -1,6 +1,6 @@
-"""The ZeRO table: what each stage holds whole and what it holds in shards. The only place where stages differ.
+"""What does each stage hold full, and what in shards? The ZeRO table, the only place where stages differ.
 
-Configuration, planner and engine read their answers here; nothing else compares stage numbers.
+Configuration, planner, engine and command line read it. No other code may compare stage numbers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ class Held(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One row of the table."""
+    """One row of the table: how a stage holds each kind of state."""
 
     number: int
     params: Held
     grads: Held
-    """Local gradients are reduced as they complete. FULL: all of them may be alive until then, and the backward never waits;
-    SHARD: a few are, and the backward waits for earlier ones."""
+    """Local gradients are reduced as soon as they are complete. FULL: all of them may be in memory at once, and backward never
+    waits for a reduction. SHARD: only a few may be, and backward waits for earlier reductions."""
     states: Held
-    """Masters and moments, and therefore who updates what."""
+    """Masters and moments. A rank updates the elements whose states it holds."""
 
     @property
     def gathers_after_step(self) -> bool:
-        """Whether every rank needs the others' updated shards at once, because parameters are always whole."""
+        """Whether a step ends with a gather: every rank updates its shard, but holds all parameters."""
         return self.params is Held.FULL and self.states is Held.SHARD
 
     @property
     def gathers_grads(self) -> bool:
-        """Whether reduced gradients go back to every rank, because every rank updates everything."""
+        """Whether reduced gradients are gathered on every rank, because every rank updates all elements."""
         return self.states is Held.FULL
 
 

@@ -1,7 +1,7 @@
-"""Tickets: every asynchronous start returns one, and `wait()` ends it.
+"""When is it done? Every asynchronous operation returns a Ticket when it starts; `wait()` returns when it has ended.
 
-A `Lane` is one background thread that runs its jobs in the order they were given. Lanes never call
-back into a Run; they only move bytes.
+A `Lane` is one background thread that runs its jobs in the order in which they were submitted. Jobs only move
+bytes; they never call back into a Run.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from collections.abc import Callable, Sequence
 
 
 class Ticket(ABC):
-    """Something that was started and must be waited for exactly where its result is needed."""
+    """An operation that was started. Call `wait()` where its result is needed."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the work is done; raise what the work raised. Calling twice is allowed."""
+        """Block until the work is done, and raise its error if it failed. May be called more than once."""
 
     def is_done_within(self, patience_s: float) -> bool:
-        """Whether `wait()` would not block for longer than `patience_s`."""
+        """Wait up to `patience_s` for the work to end; return whether it has. Tickets that cannot tell return True."""
         return True
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """When a lane began and ended the work (`time.perf_counter`); None if no lane did."""
+        """Start and end of the work (`time.perf_counter`), if it ran on a Lane and has ended; else None."""
         return None
 
 
 class Done(Ticket):
-    """A Ticket for work that was already finished when it was handed out."""
+    """A Ticket for work that is already done."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
 
 class Deferred(Ticket):
-    """A Ticket whose completion runs in the waiting thread, once."""
+    """A Ticket whose `finish` function runs once, in the thread that waits."""
 
     def __init__(self, finish: Callable[[], None], is_done: Callable[[], bool] | None = None) -> None:
-        """`is_done`, if given, says whether `finish` would not block."""
+        """`is_done`, if given, returns whether `finish` can run without blocking."""
         self._finish: Callable[[], None] | None = finish
         self._is_done = is_done
 
     def is_done_within(self, patience_s: float) -> bool:
-        """Ask until it is, or patience ends."""
+        """Poll `is_done` for up to `patience_s`."""
         if self._is_done is None or self._finish is None:
             return True
         deadline = time.monotonic() + patience_s
@@ -59,14 +59,17 @@ class Deferred(Ticket):
         return True
 
     def wait(self) -> None:
-        """Run the completion if nobody has."""
+        """Run `finish`, unless an earlier call has."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
 
 class Returning(Ticket):
-    """Another Ticket, and what is given back when it has ended, well or not. A wait that was interrupted gives nothing back."""
+    """Wraps a Ticket: when it has ended, with or without an error, `give_back` returns what was borrowed for it.
+
+    After a KeyboardInterrupt `give_back` is not called, because the work may still be using what was borrowed.
+    """
 
     def __init__(self, ticket: Ticket, give_back: Callable[[], None]) -> None:
         self._ticket = ticket
@@ -74,15 +77,15 @@ class Returning(Ticket):
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """The other Ticket's."""
+        """The span of the wrapped Ticket."""
         return self._ticket.span
 
     def is_done_within(self, patience_s: float) -> bool:
-        """Whether the other Ticket is."""
+        """Ask the wrapped Ticket."""
         return self._ticket.is_done_within(patience_s)
 
     def wait(self) -> None:
-        """Wait for it, and give back once."""
+        """Wait for the wrapped Ticket; the first call also returns what was borrowed."""
         try:
             self._ticket.wait()
         except Exception:
@@ -97,18 +100,18 @@ class Returning(Ticket):
 
 
 class Chain(Ticket):
-    """A Ticket, and those that its work started."""
+    """A Ticket, and the Tickets that its work starts while it runs."""
 
     def __init__(self, first: Ticket, started: Sequence[Ticket]) -> None:
         self._first = first
         self._started = started
 
     def is_done_within(self, patience_s: float) -> bool:
-        """Whether all of it is, or nearly."""
+        """Whether all of them are done; waits up to `patience_s` for each."""
         return self._first.is_done_within(patience_s) and all(ticket.is_done_within(patience_s) for ticket in self._started)
 
     def wait(self) -> None:
-        """Wait for the first, then for the rest."""
+        """Wait for the first Ticket, then for those that it started."""
         self._first.wait()
         for ticket in self._started:
             ticket.wait()
@@ -130,11 +133,11 @@ class _Job(Ticket):
         try:
             if self._work is not None:
                 self._work()
-        except BaseException as error:  # handed to the waiter, whatever it is
+        except BaseException as error:  # raised again in the thread that waits
             self._error = error
         finally:
             self._span = (begin, time.perf_counter())
-            self._work = None  # the closure holds gradients: drop them before anyone wakes
+            self._work = None  # the closure holds gradients: free them before the waiting thread goes on
             self._ended.set()
 
     def is_done_within(self, patience_s: float) -> bool:
@@ -146,15 +149,15 @@ class _Job(Ticket):
             raise self._error
 
 
-_PATIENCE_S = 1.0  # for work that is under way when the script ends
-_LIMIT_S = 5.0  # for it to end after it was interrupted
-_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()  # those whose thread was started
+_PATIENCE_S = 1.0  # how long running jobs may go on after the script has ended
+_LIMIT_S = 5.0  # how long an interrupted job may take to end
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()  # Lanes whose thread was started
 
 
 class Lane:
-    """One daemon thread and a queue of jobs, run strictly in order.
+    """One daemon thread that runs the jobs of a queue strictly in order.
 
-    `interrupt`, if given, makes a job that waits for other ranks raise; it is called when the script ends in the middle of one.
+    `interrupt`, if given, is called when the script ends while a job runs. It must make a job that waits for other ranks raise.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
@@ -163,10 +166,10 @@ class Lane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Job | None = None
-        weakref.finalize(self, self._jobs.put, None)  # a run that nobody closed takes its thread along
+        weakref.finalize(self, self._jobs.put, None)  # ends the thread if the Lane is collected without close()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
-        """Queue `work`; its Ticket re-raises whatever it raises."""
+        """Queue `work`. Waiting for its Ticket raises the error of `work`, if any."""
         if self._thread is None:
             self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
@@ -176,7 +179,7 @@ class Lane:
         return job
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
+        """Finish the queued jobs and end the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=10.0)
@@ -185,16 +188,16 @@ class Lane:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a thread to end."""
+        """Whether the thread was started and has not ended."""
         return self._thread is not None and self._thread.is_alive()
 
     def interrupt(self, patience_s: float) -> None:
-        """Unless what is queued ends within `patience_s`, have it raise."""
+        """Wait up to `patience_s` for the queued jobs; make them raise if they have not ended by then."""
         if self._last is not None and not self._last.is_done_within(patience_s) and self._interrupt is not None:
             self._interrupt()
 
     def end(self) -> None:
-        """End the thread, whatever its jobs came to."""
+        """End the thread, whether or not its jobs succeeded."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=_LIMIT_S)
@@ -202,10 +205,10 @@ class Lane:
 
 @atexit.register
 def _end_lanes() -> None:
-    """No thread of ours may be inside torch when the interpreter is finalized.
+    """End all Lanes at exit: none of their threads may be inside torch when the interpreter is finalized.
 
-    Python ends a daemon thread when it next asks for the interpreter's lock, by unwinding its stack. Inside C++ code that may
-    not be unwound this ends the process with SIGABRT.
+    Python ends a daemon thread when it next requests the GIL, by unwinding its stack. In C++ code that must not be unwound
+    this aborts the process (SIGABRT).
     """
     lanes = [lane for lane in _lanes if lane.is_running]
     deadline = time.monotonic() + _PATIENCE_S

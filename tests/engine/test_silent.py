@@ -67,7 +67,7 @@ def test_writes_right_after_a_step_do_not_reach_slower_ranks_early(pool: RankPoo
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_long_race_hunt(pool: RankPool, pool4: RankPool, stage: int, transport: str) -> None:
     ranks = pool4 if transport == "combined" else pool
-    found = ranks.run(written_after_steps, stage, transport, 2000, 0.001, 17, timeout_s=900)
+    found = ranks.run(written_after_steps, stage, transport, 2000, 0.001, 17, timeout_s=3000)
     assert found == [True] * ranks.world_size
 
 

@@ -1,18 +1,19 @@
 """What can be done without writing a script?
 
     shardwise train      train a byte-level GPT on text, over ranks that the command starts itself
+    shardwise probe      measure this machine and keep the result for the library
 
 Public names: `main` (the console script), `app` (the commands).
 
-Invariants: this room is at the top of the house and nothing imports it. It uses the library as any user would, through
-`shard`, `sharded_init` and the handle. A bad value ends with one line and exit code 2, before any process is started.
+Invariants: no other room imports this one. `train` uses the library as any user would, through `shard`, `sharded_init` and
+`Run`. A bad value ends with a one-line message and exit code 2, before any process is started.
 """
 
 from shardwise.cli.app import app
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command given by the arguments."""
     app()
 
 

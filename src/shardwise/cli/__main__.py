@@ -2,5 +2,5 @@
 
 from shardwise.cli import main
 
-if __name__ == "__main__":  # ranks are spawned: each imports this file again, under another name
+if __name__ == "__main__":  # ranks are new processes that import this file again under another name
     main()

@@ -1,6 +1,6 @@
 """The commands: their options, and how their errors end the process.
 
-One function per command. It turns arguments into a frozen description of the job and hands it on; no training here.
+There is one function per command. It checks the arguments and passes them on; no training happens here.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def probe_command(
 
 @contextlib.contextmanager
 def _errors_in_one_line(command: str) -> Iterator[None]:
-    """Exit code 2 for a bad value, 1 for work that failed; anything unforeseen keeps its traceback."""
+    """Print errors in one line; exit with code 2 for a bad value, 1 for failed work. Unexpected errors keep their traceback."""
     try:
         yield
     except ShardwiseError as error:

@@ -1,6 +1,6 @@
-"""The text to train on: many files seen as one long string of bytes, read where a batch needs it.
+"""The text to train on: many files treated as one long string of bytes. A batch reads only the bytes it needs.
 
-Called by `train`. Nothing is downloaded and nothing is held in memory, so data may be larger than both.
+Called by `train`. Nothing is downloaded. Files are not held in memory, so they may be larger than memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from shardwise.errors import ConfigError
 
 DEFAULT_BYTES = 8_000_000
-"""Where the default corpus, the standard library's source, is cut off."""
+"""Length at which the default corpus, the standard library's source, is cut off."""
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 _PROBE_BYTES = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Files end to end; `starts[i]` is the place of the first byte of `files[i]`, with the end appended."""
+    """Files end to end; `starts[i]` is the offset of the first byte of `files[i]`, and the last entry is the total length."""
 
     files: tuple[Path, ...]
     starts: tuple[int, ...]
@@ -72,7 +72,7 @@ class Corpus:
 
     def batch(self, key: str, batch: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and the tokens that follow them, each `batch` by `sequence`; the same for the same `key`."""
-        draw = random.Random(key)  # seeded with the text itself: the same places on every platform
+        draw = random.Random(key)  # seeded with a string: the same offsets on every platform
         last = self.num_bytes - sequence - 1
         windows = b"".join(self.read(draw.randint(0, last), sequence + 1) for _ in range(batch))
         tokens = torch.frombuffer(bytearray(windows), dtype=torch.uint8).view(batch, sequence + 1).long()

@@ -28,7 +28,7 @@ def run_probe(directory: Path, *, links: bool) -> None:
 
 
 def show(found: Probe, console: Console) -> None:
-    """One row per figure."""
+    """Print a table with one row per figure."""
     table = Table(title=f"{found.host}, {os.cpu_count()} cores, kernels {found.kernels}")
     table.add_column("what")
     table.add_column("figure", justify="right")

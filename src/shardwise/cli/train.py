@@ -1,6 +1,6 @@
 """`shardwise train`: a byte-level GPT, plain loop, over ranks that this command starts or that torchrun started.
 
-`train` is called once per launch and, under torchrun, once per rank; `work` is one rank from its first line to its last.
+`train` is called once per launch and, under torchrun, once per rank; `work` is everything that one rank does.
 Values are checked when the `Job` is made, before any process exists.
 """
 
@@ -55,7 +55,7 @@ _LOG_PERIOD_STEPS = 10
 _LOSS_WINDOW_STEPS = 5
 
 Show = Callable[[int, float, float, int], None]
-"""Told after every step: steps done, loss, tokens per second, this rank's resident bytes."""
+"""Called after every step with steps done, loss, tokens per second and this rank's resident bytes."""
 
 
 class WorkerFailedError(errors.ShardwiseError, RuntimeError):
@@ -78,7 +78,7 @@ class Job:
     """Backward passes per optimizer step."""
     lr: float = 1e-3
     clip: float | None = None
-    """Largest global gradient norm; None: not clipped."""
+    """Largest global gradient norm. None: no clipping."""
     seed: int = 0
     ranks: int | None = None
     """Processes to start; None: two, or as many as torchrun started."""
@@ -129,7 +129,7 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """Train: as one rank under torchrun, otherwise on as many ranks as the job asks for, started here."""
+    """Train as one rank under torchrun; otherwise start as many ranks as the job asks for."""
     Corpus.of(job.data).check_holds(job.sequence)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         _launch(job, DEFAULT_RANKS if job.ranks is None else job.ranks)
@@ -141,9 +141,9 @@ def train(job: Job) -> None:
 
 
 def _launch(job: Job, ranks: int) -> None:
-    """Start `ranks` processes on this host and return when all are done; raise what the first to fail raised."""
+    """Start `ranks` processes on this host and wait for them; raise the error of the first rank that failed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if "LOGLEVEL" not in os.environ:  # a failure is told once, below, and not by every layer of the launcher
+    if "LOGLEVEL" not in os.environ:  # a failure is reported once, below, not by every layer of the launcher
         for name in (
             "distributed.elastic.multiprocessing.api",
             "distributed.elastic.agent.server.api",
@@ -168,7 +168,7 @@ def _launch(job: Job, ranks: int) -> None:
         try:
             elastic_launch(config, _work_or_leave)(job)
         except ChildFailedError as failure:
-            Console().show_cursor()  # the rank that hid it for its progress bar is gone
+            Console().show_cursor()  # hidden by the progress bar of a rank that is gone
             raise _root_cause(failure, Path(directory)) from None
         except SignalException as stopped:
             Console().show_cursor()
@@ -176,7 +176,7 @@ def _launch(job: Job, ranks: int) -> None:
 
 
 def _root_cause(failure: ChildFailedError, directory: Path) -> errors.ShardwiseError:
-    """The error of the rank that failed first; the others often fail because it left."""
+    """The error of the rank that failed first; the others often fail only because it ended."""
     written = sorted(directory.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns)
     if not written:
         rank, process = failure.get_first_failure()
@@ -192,9 +192,9 @@ def _root_cause(failure: ChildFailedError, directory: Path) -> errors.ShardwiseE
 
 
 def _work_or_leave(job: Job, *, tells: bool = False) -> None:
-    """Work; after a failure leave at once, with the account where the launcher looks for it, and told here if asked.
+    """Run `work`. After a failure record the error for the launcher, print it here if `tells`, and end the process at once.
 
-    Nothing is closed then: the threads of the exchange may wait for peers that wait for this rank.
+    Nothing is closed then, because background threads may wait for peers that wait for this rank.
     """
     try:
         work(job)
@@ -213,10 +213,10 @@ def _work_or_leave(job: Job, *, tells: bool = False) -> None:
 
 
 def work(job: Job) -> None:
-    """One rank: build, train, report, leave."""
+    """What one rank does: build the model, train, report, close."""
     _stay_on_this_host()
     corpus = Corpus.of(job.data)
-    torch.manual_seed(job.seed)  # alike on every rank: all build the same model
+    torch.manual_seed(job.seed)  # the same on every rank: all build the same model
     with sw.sharded_init() if STAGES[job.stage].params is Held.SHARD else contextlib.nullcontext():
         model = GPT(job.shape)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=job.lr)
@@ -234,7 +234,7 @@ def work(job: Job) -> None:
 
 
 def _stay_on_this_host() -> None:
-    """Let gloo use the loopback interface when every rank is here: a host's own name may lead elsewhere, or nowhere."""
+    """Let gloo use the loopback interface if all ranks are on this host: the host's name may resolve wrongly or not at all."""
     is_local = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     if is_local and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -261,7 +261,7 @@ def lr_factor(step: int, steps: int) -> float:
 def _loop(
     job: Job, corpus: Corpus, model: nn.Module, optimizer: torch.optim.Optimizer, run: sw.Run, show: Show
 ) -> tuple[list[float], float]:
-    """The user's own loop; returns the loss of every step, over all ranks, and tokens per second."""
+    """An ordinary training loop; return the mean loss over all ranks of every step, and tokens per second."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, job.steps))
     tokens_per_step = job.batch * job.sequence * job.accumulate * world_size
@@ -292,7 +292,7 @@ def _loop(
         timed_steps = max(step, 1)
         tokens_per_s = timed_steps * tokens_per_step / (time.perf_counter() - began)
         if step == 0 and job.steps > 1:
-            began = time.perf_counter()  # the first step also warms up and measures: it is not timed
+            began = time.perf_counter()  # the first step is not timed: it warms up and measures
         show(step + 1, losses[-1], tokens_per_s, memory_bytes)
     return losses, tokens_per_s
 
@@ -313,7 +313,7 @@ def _headline(job: Job, corpus: Corpus, world_size: int) -> str:
 
 @contextlib.contextmanager
 def _display(job: Job, *, is_shown: bool) -> Iterator[Show]:
-    """A progress bar on a terminal, otherwise a line every few steps; nothing on ranks that do not show."""
+    """A progress bar on a terminal, otherwise a line every few steps; nothing unless `is_shown`."""
     if not is_shown:
         yield lambda *_: None
     elif job.plain_log or not sys.stdout.isatty():

@@ -1,14 +1,14 @@
 """How do ranks combine?
 
-Public names: `World`, `Axis` (rank, size, small collectives on `torch.distributed`), `Transport`, `Reservation`, `Counters`,
-`make_transport` (gather and reduce of flat vectors), `JoinedSource` and `JoinedSink` (several of them in one reduction),
-`host_identity`.
+Public names: `World`, `Axis` (rank, size, small collectives on `torch.distributed`); `Transport`, `Reservation`, `Counters`,
+`Source`, `Sink`, `PeerShards`, `make_transport`, `own_slice` (gather and reduce of flat vectors); `JoinedSource` and `JoinedSink`
+(several vectors in one reduction); `host_identity`.
 
-Invariants: every CPU transport gives the same bits for two ranks. The shared-memory, pairwise and alone transports form sums
-in rank order, the combined one inside hosts and then over hosts, in fp32 or wider, through exchange buffers that do not grow
-with the model; the reference and NCCL transports leave order and buffers to their library. Every element sent is counted. Every
-operation of the shared-memory, pairwise and combined transports is named, no wait of theirs lasts longer than its limit, and
-after its first failure a transport refuses work.
+Invariants: with two ranks, all CPU transports give bitwise the same results. The shared-memory, pairwise and alone transports
+form sums in rank order, the combined one inside hosts and then over hosts, in fp32 or wider, with exchange buffers that do not
+grow with the model; the reference and NCCL transports leave order and buffers to their library. Every element sent is counted.
+The shared-memory, pairwise and combined transports name their operations in errors, never wait longer than `timeout_s`, and
+refuse all work after their first failure.
 """
 
 from shardwise.comm.joined import JoinedSink, JoinedSource

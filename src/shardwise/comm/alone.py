@@ -1,4 +1,4 @@
-"""The transport of a world of one: the same path, no peer."""
+"""The transport for a world of one rank: the same code path as with several, without peers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AloneTransport(Transport):
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Plain memory; the buffer will be no larger than the largest Unit needs."""
+        """Allocate ordinary memory, and limit the exchange buffer to what the largest Unit needs."""
         self._largest_shard_numel = max((r.shard_numel(1) for r in reservations), default=self._largest_shard_numel)
         return super().reserve(reservations)
 
@@ -31,7 +31,7 @@ class AloneTransport(Transport):
         return max(min(self._limit_bytes // dtype.itemsize, self._largest_shard_numel), 1)
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
-        """Copy the one shard, unless it lies in the full vector already."""
+        """Copy the shard, unless it is in the full vector already."""
         self._count_gather(shard)
         if ready is READY:
             copy_own(self.world, shard, full)
@@ -44,7 +44,7 @@ class AloneTransport(Transport):
         return Deferred(finish)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """Hand the gradient over, straight into its place where that is free, else chunk by chunk."""
+        """Write the gradient straight into the place that `sink` offers, else pass it on chunk by chunk."""
         dtype = sum_dtype(wire)
         self._count_reduce(shard_numel, wire)
         place = sink.place(0, shard_numel)
@@ -64,10 +64,10 @@ class AloneTransport(Transport):
 
     @property
     def exchange_bytes(self) -> int:
-        """The one chunk buffer per dtype."""
+        """Bytes of the chunk buffers, one per dtype in use."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
     @property
     def planned_exchange_bytes(self) -> int:
-        """One chunk buffer in fp32."""
+        """Bytes of one chunk buffer in fp32."""
         return self._chunk(torch.float32) * 4

@@ -1,8 +1,9 @@
-"""CPU ranks on several hosts, several on each: shared memory inside a host, messages between hosts.
+"""CPU ranks on several hosts, with several ranks on each: shared memory inside a host, messages between hosts.
 
-Every element crosses the network once per host, not once per rank. The ranks with the same place on their hosts form a rail:
-messages go along rails, and what arrives is handed on inside the host. Sums are formed inside each host in rank order and
-then over hosts in order of their first rank, in fp32 or wider. Every rank takes part in every gather and reduction.
+Every element crosses the network once per host, not once per rank. The ranks with the same place on their hosts form a rail.
+Messages go along rails, and each rank passes what it receives to the other ranks of its host. Sums are formed inside each host
+in rank order and then over hosts in order of their first rank, in fp32 or wider. Every rank takes part in every gather and
+reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardwise.ticket import Lane, Ticket
 
 
 class _HostSums:
-    """One chunk: this host's sums for every rail mate, and what the mates send."""
+    """Buffers for one chunk: this host's sums for the ranks of its rail, and the sums that those ranks send."""
 
     def __init__(self, num_hosts: int, numel: int, dtype: torch.dtype) -> None:
         self.mine = torch.empty(num_hosts, numel, dtype=dtype)
@@ -50,12 +51,13 @@ class CombinedTransport(Transport):
         super().__init__(world, timeout_s)
         self._hosts = hosts  # ranks of each host
         self._at = next(number for number, ranks in enumerate(hosts) if world.rank in ranks)
-        self._gather_messages = Messages(world)  # whatever all ranks must make together comes before what a host may lack
+        # All ranks make these together, so they come before anything that may fail on one host only.
+        self._gather_messages = Messages(world)
         self._reduce_messages = Messages(world)
         self._host = world.part(list(hosts[self._at]))
         self._local = self._host.rank
         self.watch.share(self._host)
-        # A quarter of the buffers each: two sets of mailboxes, two sets of sums (twice as many vectors as hosts).
+        # A quarter of `exchange_bytes` for each of two sets of mailboxes and two sets of sums (two vectors per host).
         self._chunk_bytes = min(
             chunk_bytes_for(exchange_bytes // 4, self._host.world_size),
             max(exchange_bytes // (8 * len(hosts)) // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES),
@@ -70,11 +72,11 @@ class CombinedTransport(Transport):
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Memory shared inside the host."""
+        """Allocate memory that the ranks of this host share."""
         return self._shards.reserve(reservations)
 
     def _mates(self) -> Iterator[tuple[int, int]]:
-        """The other hosts and the rank there that has this rank's place, the next host first."""
+        """(host, rank) of the other ranks of this rail, starting with the next host."""
         for step in range(1, len(self._hosts)):
             host = (self._at + step) % len(self._hosts)
             yield host, self._hosts[host][self._local]
@@ -82,7 +84,7 @@ class CombinedTransport(Transport):
     # -- gather -----------------------------------------------------------------------------------------------
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
-        """Exchange along the rail and hand on inside the host, on a lane of its own."""
+        """Exchange shards along the rail and pass them on inside the host, on the gather Lane."""
         pause("gather.start")
         self._count_gather(shard)
         operation = self.watch.begin("prefetch", "gather", tag)
@@ -113,7 +115,7 @@ class CombinedTransport(Transport):
                     self._hand_on(operation, landings[self._hosts[host][self._local]], full, host)
 
     def _hand_on(self, operation: Operation, part: torch.Tensor, full: torch.Tensor, host: int) -> None:
-        """Give a shard of `host` that this rank has to the ranks beside it, and take theirs."""
+        """Send a shard of a rank of `host` to the other ranks of this host, and receive the shards that they have."""
         chunk = self._chunk_bytes // part.element_size()
         for start in range(0, part.numel(), chunk):
             piece = part[start : start + chunk]
@@ -126,7 +128,7 @@ class CombinedTransport(Transport):
     # -- reduce -----------------------------------------------------------------------------------------------
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """Sum inside the host for every rail mate, then over hosts; while one chunk is on the network the next is summed."""
+        """Sum inside the host for every rank of the rail, then over hosts. While one chunk is sent, the next one is summed."""
         self._count_reduce(shard_numel, wire)
         pause("reduce.start")
         operation = self.watch.begin("exchange", "reduce", tag)
@@ -180,7 +182,7 @@ class CombinedTransport(Transport):
         pause("reduce.land")
         self.watch.wait_all(sums.works, operation)
         parts = [(sums.mine if host == self._at else sums.theirs)[host, :numel] for host in range(len(self._hosts))]
-        total = sums.theirs[self._at, :numel].copy_(parts[0])  # nobody sends to this row
+        total = sums.theirs[self._at, :numel].copy_(parts[0])  # no other host writes to this row
         for part in parts[1:]:
             total.add_(part)
         sink(start, total)
@@ -199,38 +201,38 @@ class CombinedTransport(Transport):
     # -- the rest ---------------------------------------------------------------------------------------------
 
     def fence(self) -> None:
-        """Only ranks of this host read each other's shards unasked."""
+        """Wait for the ranks of this host: only they read each other's shards directly."""
         pause("fence")
         self._meeting.fence(self.watch.begin("meeting", "fence"))
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Gloo's own reduction: small values."""
+        """Use gloo's all-reduce: the values are small."""
         return combine_by_gloo(self, values, op)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Gloo's own broadcast."""
+        """Use gloo's broadcast."""
         return broadcast_by_gloo(self, values)
 
     @property
     def exchange_bytes(self) -> int:
-        """Mailboxes, host sums and one chunk of scratch."""
+        """Bytes of mailboxes, host sums and one chunk of scratch memory."""
         sums = sum(s.num_bytes for pair in self._sums.values() for s in pair)
         scratch = sum(t.numel() * t.element_size() for t in self._scratch.values())
         return self._gather_mail.num_bytes + self._reduce_mail.num_bytes + sums + scratch
 
     @property
     def planned_exchange_bytes(self) -> int:
-        """The same with an fp32 wire."""
+        """The same bytes if gradients are sent in fp32."""
         mail = self._gather_mail.num_bytes + self._reduce_mail.num_bytes
         return mail + (4 * len(self._hosts) + 1) * self._chunk_bytes
 
     def interrupt(self) -> None:
-        """Also messages are no longer waited for."""
+        """Make waits for messages raise too."""
         super().interrupt()
         self._gather_messages.interrupt()
         self._reduce_messages.interrupt()
 
     def close(self) -> None:
-        """End the lanes; memory goes with the last reference."""
+        """End the Lanes. Memory is freed with its last reference."""
         self._gather_lane.close()
         self._reduce_lane.close()

@@ -1,4 +1,4 @@
-"""Several vectors reduced as one: rank r's slice of the whole is the slices that rank r owns of each, one after the other."""
+"""Reduces several vectors as one. Rank r's slice of the joined vector is its slice of each of them, one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Joined:
         self._total = sum(lengths)
 
     def _cover(self, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """(part, start in the part's own vector, start in the range, length) of everything a range touches."""
+        """Split a range of the joined vector into (part, start in the part's vector, start in the range, length)."""
         done = 0
         while done < numel:
             rank, at = divmod(start + done, self._total)
@@ -29,36 +29,36 @@ class _Joined:
 
 
 class JoinedSource(_Joined):
-    """Full gradients of several Units, with shards of `lengths` elements."""
+    """Full gradients of several Units, joined. Their shards have `lengths` elements."""
 
     def __init__(self, sources: Sequence[Source], lengths: Sequence[int]) -> None:
         super().__init__(lengths)
         self._sources = sources
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
-        """Write a range of the whole into `out`."""
+        """Write a range of the joined vector into `out`."""
         for number, at, offset, numel in self._cover(start, out.numel()):
             self._sources[number](at, out[offset : offset + numel])
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
-        """A range that lies inside one part."""
+        """A view of a range, if it lies inside one part; else None."""
         number, at, _, length = next(self._cover(start, numel))
         return self._sources[number].view(at, numel) if length == numel else None
 
 
 class JoinedSink(_Joined):
-    """Gradient shards of several Units, one after the other."""
+    """Gradient shards of several Units, joined."""
 
     def __init__(self, sinks: Sequence[Sink], lengths: Sequence[int]) -> None:
         super().__init__(lengths)
         self._sinks = sinks
 
     def place(self, start: int, numel: int) -> torch.Tensor | None:
-        """A range that lies inside one part."""
+        """Memory for a range, if it lies inside one part; else None."""
         number, at, _, length = next(self._cover(start, numel))
         return self._sinks[number].place(at, numel) if length == numel else None
 
     def __call__(self, start: int, total: torch.Tensor) -> None:
-        """Hand each part its piece of the sum."""
+        """Pass each part of the sum to its sink."""
         for number, at, offset, numel in self._cover(start, total.numel()):
             self._sinks[number](at, total[offset : offset + numel])

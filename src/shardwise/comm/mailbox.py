@@ -1,9 +1,9 @@
-"""Chunks handed from rank to rank through shared memory: two slots per pair, a count of what was posted and consumed.
+"""Passes chunks between ranks through shared memory: two slots per pair, and counters of the chunks posted and consumed.
 
 The writer waits until the slot's previous chunk was consumed, the reader until the next one was posted.
 
-Counters are single aligned 64-bit words. The data is written before the counter and read after it, in program order, which
-x86-64 keeps; `make_transport` chooses this path there only.
+Counters are single aligned 64-bit words. The data is written before the counter and read after it. x86-64 keeps this order;
+`make_transport` uses mailboxes on x86-64 only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.errors import TransportError
 
 SLOTS = 2
 MAX_CHUNK_BYTES = 1 << 20
-"""A chunk that stays in the cache between being written by one core and read by another."""
+"""Small enough that a chunk stays in the cache between being written by one core and read by another."""
 
 
 def chunk_bytes_for(limit_bytes: int, world_size: int) -> int:
@@ -29,14 +29,14 @@ def chunk_bytes_for(limit_bytes: int, world_size: int) -> int:
 
 
 class PartedError(Exception):
-    """Ranks no longer exchange through these mailboxes; caught by the transport, never seen by users."""
+    """Ranks no longer use these mailboxes. The transport catches this error; users never see it."""
 
 
 class Mailboxes:
     """Outgoing slots and counters of every rank of one host.
 
-    If they `may_part`, a rank whose peer does something else leaves the mailboxes instead of failing. From then on no rank
-    uses them: every call raises PartedError, also one that waits now.
+    If `may_part` is set, a rank whose peer runs another operation leaves the mailboxes instead of failing. From then on no rank
+    uses them: every call raises PartedError, also a call that is waiting.
     """
 
     def __init__(self, host: World, slot_bytes: int, watch: Watch) -> None:
@@ -63,11 +63,11 @@ class Mailboxes:
 
     @property
     def have_parted(self) -> bool:
-        """Whether any rank has left."""
+        """Whether any rank has left the mailboxes."""
         return self.may_part and any(left[0] for left in self._left)
 
     def part(self) -> None:
-        """Leave, and have the others leave."""
+        """Leave the mailboxes, and make the other ranks leave them."""
         self._left[self.host.rank][0] = 1
 
     def _wait(self, is_ready: Callable[[], bool], operation: Operation, peer: int) -> None:
@@ -88,7 +88,7 @@ class Mailboxes:
     def post(
         self, peer: int, operation: Operation, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], object]
     ) -> None:
-        """Write the next chunk for `peer`; `fill` gets the memory to write to."""
+        """Write the next chunk for `peer`: `fill` is called with the memory to write to."""
         number = self._num_sent[peer]
         consumed = self._consumed[peer]
         me = self.host.rank
@@ -102,7 +102,7 @@ class Mailboxes:
     def read(
         self, peer: int, operation: Operation, numel: int, dtype: torch.dtype, use: Callable[[torch.Tensor], object]
     ) -> None:
-        """Wait for the next chunk from `peer` and hand it to `use`, which must not keep it."""
+        """Wait for the next chunk from `peer` and pass it to `use`, which must not keep it."""
         number = self._num_read[peer]
         posted = self._posted[peer]
         me = self.host.rank

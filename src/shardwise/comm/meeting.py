@@ -1,7 +1,8 @@
-"""Small values of every rank of one host, laid open in shared memory: fences, and what ranks agree on.
+"""Fences, and all-gathers of small values, between the ranks of one host through shared memory.
 
-Each round a rank writes its values, counts up, and reads the others' when all have counted. Rounds use two areas in turn: a rank
-that writes round k + 2 has seen everyone enter round k + 1, so everyone has read round k.
+In each round a rank writes its values, increments its counter, and reads the others' values when all counters have reached the
+round. Rounds use two areas in turn: a rank that writes round k + 2 has seen every rank enter round k + 1, so all have read
+round k.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Meeting:
         self._host = host
         self._watch = watch
         self._segments = SharedSegments(host, PAGE_BYTES + 2 * _AREA_BYTES)
-        self._words = [self._segments.words(rank, 0, 5) for rank in range(host.world_size)]  # count, two times (what, length)
+        self._words = [self._segments.words(rank, 0, 5) for rank in range(host.world_size)]  # round, (code, length) twice
         self._round = 0
 
     def fence(self, operation: Operation) -> None:
-        """Return when every rank is here."""
+        """Wait until every rank has reached this fence."""
         self._meet(operation, 0)
 
     def collect(self, operation: Operation, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's `values` (a flat tensor, equally long everywhere), one row per rank."""
+        """All-gather `values` (a flat tensor, equally long on all ranks); return one row per rank."""
         rows = torch.empty(self._host.world_size, values.numel(), dtype=values.dtype)
         step = _AREA_BYTES // values.element_size()
         for start in range(0, values.numel(), step):

@@ -1,8 +1,8 @@
-"""Point-to-point messages between CPU ranks, over a gloo group of one's own.
+"""Point-to-point messages between CPU ranks, over gloo groups that torch.distributed does not know of.
 
 torch.distributed keeps every group it makes, with its sockets and threads, until all ranks destroy it in the same order.
-Transports come and go with their runs, at times that differ between ranks, so theirs are not registered there: they end with
-their last reference.
+Transports are made and closed with their runs, at times that differ between ranks. So their groups are not registered there;
+a group ends with its last reference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 from shardwise.comm.world import World
 
 _NO_TAG = (1 << 31) - 1
-"""Of a message that nobody sends."""
-_made: collections.Counter[tuple[int, ...]] = collections.Counter()  # ranks of one world make their groups in the same order
+"""Tag of a message that no rank sends."""
+_made: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups made so far; all ranks make them in the same order
 
 
 class Messages:
@@ -36,7 +36,7 @@ class Messages:
         self._group: Any = dist.ProcessGroupGloo(store, world.rank, world.world_size, timedelta(minutes=30))
 
     def interrupt(self) -> None:
-        """Have every wait for a message raise, here and on the peers: a wait that times out closes the connections."""
+        """Make every wait for a message raise, also on the peers: in gloo a wait that times out closes the connections."""
         peer = 1 if self._rank == 0 else 0
         nothing = torch.empty(1)
         with contextlib.suppress(RuntimeError):

@@ -1,10 +1,10 @@
 """CUDA ranks: NCCL's own collectives, kept thin. Written against torch's documentation; not yet run on a GPU.
 
-Operations are issued on the current stream; `Work.wait()` makes the current stream wait, not the host. Buffers that
-an operation uses are held by its Ticket until then, so the caching allocator cannot hand them out earlier.
+Operations are issued on the current stream; `Work.wait()` makes the current stream wait, not the host. Until then a Ticket
+keeps the buffers of its operation alive, so that the caching allocator does not reuse them.
 
-A gather whose shard is still on its way up from another tier is issued by a Lane, on a stream and in a process group of its own:
-the host waits for the shard there, and the order in which ranks issue the other operations stays what it is.
+A gather whose shard is still being fetched from another tier is issued by a Lane, on its own stream and in its own process group:
+only the Lane's thread waits for the shard, and the order in which ranks issue the other operations does not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NcclTransport(Transport):
     _gather_lane: Lane
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Device memory; shards that live away need a second process group, made by all ranks together."""
+        """Allocate device memory. Offloaded shards need a second process group, which all ranks make together."""
         if any(entry.is_offloaded for entry in reservations):
             self._gather_group = self.world.new_group()
             self._gather_lane = Lane("shardwise-gather")
@@ -49,7 +49,7 @@ class NcclTransport(Transport):
 
     def _gather_when(self, ready: Ticket, shard: torch.Tensor, full: torch.Tensor) -> Ticket:
         self._count_gather(shard)
-        queued = torch.cuda.current_stream(self.world.device).record_event()  # `full` may be used after what is queued now
+        queued = torch.cuda.current_stream(self.world.device).record_event()  # the work queued now may still use `full`
         stream = self._gather_stream
 
         def work() -> None:
@@ -65,7 +65,7 @@ class NcclTransport(Transport):
         return self._gather_lane.submit(work)
 
     def close(self) -> None:
-        """End the thread, if there is one."""
+        """End the Lane, if there is one."""
         if hasattr(self, "_gather_lane"):
             self._gather_lane.close()
 
@@ -80,7 +80,7 @@ class NcclTransport(Transport):
         def finish() -> None:
             nonlocal full
             work.wait()
-            del full  # the operation is ordered before anything the current stream does from here on
+            del full  # safe: later work on the current stream comes after the operation
             sink(0, total.to(sum_dtype(wire)))
 
         return Deferred(finish, work.is_completed)

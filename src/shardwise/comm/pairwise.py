@@ -1,8 +1,7 @@
-"""CPU ranks on gloo: gather and reduce built from point-to-point messages, about five times faster than gloo's own.
+"""CPU ranks on gloo: gather and reduce by point-to-point messages, about five times faster than gloo's own collectives.
 
-Gathers run on one lane (a background thread), reductions on another, each in the order in which they were started.
-Reductions go through two sets of constant-size exchange buffers: while one set is on the wire, the
-other is summed.
+Gathers run on one Lane (a background thread), reductions on another, each in the order in which they were started.
+Reductions use two sets of constant-size exchange buffers: while one set is being sent, the other is summed.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ class PairwiseTransport(Transport):
         self._sets: dict[torch.dtype, tuple[_ExchangeSet, _ExchangeSet]] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Plain memory; exchange buffers will be no larger than the largest Unit needs."""
+        """Allocate ordinary memory, and limit the exchange buffers to what the largest Unit needs."""
         size = self.world.world_size
         self._largest_shard_numel = max((r.shard_numel(size) for r in reservations), default=self._largest_shard_numel)
         return super().reserve(reservations)
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
-        """Send the shard to every peer and receive theirs straight into place (or, if narrower, beside it)."""
+        """Send the shard to every peer and receive theirs straight into `full`, or into a buffer if the dtypes differ."""
         pause("gather.start")
         self._count_gather(shard)
         operation = self.watch.begin("prefetch", "gather", tag)
@@ -93,7 +92,7 @@ class PairwiseTransport(Transport):
         return arrivals
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """Exchange slices chunk by chunk on the reduce lane; totals are formed in rank order."""
+        """Exchange slices chunk by chunk on the reduce Lane; sums are formed in rank order."""
         self._count_reduce(shard_numel, wire)
         pause("reduce.start")
         operation = self.watch.begin("exchange", "reduce", tag)
@@ -133,7 +132,7 @@ class PairwiseTransport(Transport):
         self.watch.wait_all(buffers.works, operation)
         parts = {**buffers.receive, self.world.rank: buffers.own}
         total = buffers.total[:numel].copy_(parts[0][:numel])
-        for rank in range(1, self.world.world_size):  # rank order, whoever sums
+        for rank in range(1, self.world.world_size):  # in rank order, whichever rank sums
             total.add_(parts[rank][:numel])
         sink(start, total)
 
@@ -151,37 +150,37 @@ class PairwiseTransport(Transport):
         return max(-(-numel // _GRAIN) * _GRAIN, _GRAIN)
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Gloo's own reduction: small values."""
+        """Use gloo's all-reduce: the values are small."""
         return combine_by_gloo(self, values, op)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Gloo's own broadcast."""
+        """Use gloo's broadcast."""
         return broadcast_by_gloo(self, values)
 
     @property
     def planned_exchange_bytes(self) -> int:
-        """Both sets with an fp32 wire."""
+        """Bytes of both sets if gradients are sent in fp32."""
         return self._chunk(torch.float32) * self._per_element_bytes(torch.float32)
 
     @property
     def exchange_bytes(self) -> int:
-        """Both sets, for each wire dtype in use."""
+        """Bytes of both sets, for each wire dtype in use."""
         return sum(s.num_bytes for pair in self._sets.values() for s in pair)
 
     def interrupt(self) -> None:
-        """Also messages are no longer waited for."""
+        """Make waits for messages raise too."""
         super().interrupt()
         self._gather_messages.interrupt()
         self._reduce_messages.interrupt()
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the Lanes."""
         self._gather_lane.close()
         self._lane.close()
 
 
 def combine_by_gloo(transport: Transport, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """Gloo's all-reduce with a limit on the wait and a name for the error; gives the same bits on every rank."""
+    """Gloo's all-reduce, with a timeout and a named operation in the error. Bitwise the same on every rank."""
     pause("combine")
     operation = transport.watch.begin("meeting", "combine")
     work = dist.all_reduce(values, op=op, group=transport.world.group, async_op=True)
@@ -190,7 +189,7 @@ def combine_by_gloo(transport: Transport, values: torch.Tensor, op: dist.ReduceO
 
 
 def broadcast_by_gloo(transport: Transport, values: torch.Tensor) -> torch.Tensor:
-    """Gloo's broadcast from rank 0, likewise."""
+    """Gloo's broadcast from rank 0, with a timeout and a named operation in the error."""
     operation = transport.watch.begin("meeting", "combine")
     work = dist.broadcast(values, group_src=0, group=transport.world.group, async_op=True)
     transport.watch.wait_all([(work, 0)], operation)

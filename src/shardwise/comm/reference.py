@@ -1,4 +1,4 @@
-"""The slow transport that leaves everything to torch's collectives: the yardstick of the tests."""
+"""A slow transport that only uses torch's collectives. Tests compare the other transports with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReferenceTransport(Transport):
         return Done()
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """One blocking all-reduce of the rounded gradient, of which this rank keeps its slice."""
+        """One blocking all-reduce of the gradient, rounded to the wire dtype; this rank keeps its slice."""
         full = torch.empty(shard_numel * self.world.world_size, dtype=wire, device=self.world.device)
         source(0, full)
         total = full.to(sum_dtype(wire))

@@ -1,6 +1,6 @@
-"""Memory shared by the ranks of one host: anonymous files that vanish with the last process that maps them.
+"""Memory shared by the ranks of one host: anonymous files that end with the last process that maps them.
 
-Every rank makes one file and opens its peers' through `/proc`; nothing has a name in the file system, so a killed run
+Every rank makes one file and opens those of its peers through `/proc`. No file has a name in the file system, so a killed run
 leaves nothing behind.
 """
 
@@ -25,7 +25,7 @@ _Answer = TypeVar("_Answer")
 
 
 def host_identity() -> tuple[str, int, int]:
-    """Equal on two ranks of one boot, one process and one network namespace: what counts as one host here.
+    """An identity that is equal on ranks of one host: the same boot, process namespace and network namespace.
 
     Such ranks can open each other's files through `/proc`.
     """
@@ -37,7 +37,7 @@ def host_identity() -> tuple[str, int, int]:
 
 
 def available_bytes() -> int:
-    """What the machine, and this process's control group, have left; file pages that can be dropped count as left."""
+    """Available bytes of the machine and this process's control group; file pages that can be dropped count as available."""
     free = 1 << 62
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -52,26 +52,26 @@ def available_bytes() -> int:
 
 
 class SharedSegments:
-    """One segment of equal size per rank of a host, all mapped here; this rank writes its own."""
+    """One segment of equal size per rank of a host. Every rank maps all of them and writes its own."""
 
     def __init__(self, host: World, num_bytes: int, *, keeps_files: bool = False) -> None:
-        """`keeps_files`: overlays will be made of it."""
+        """`keeps_files`: keep the files open, because overlays will be made of them."""
         self.host = host
         self.num_bytes = max(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
         self._check_room(min(host.gather_objects(available_bytes())))
-        self._files: list[int] = []  # to be closed; this rank's own first
+        self._files: list[int] = []  # open files, this rank's own first
         self._by_rank: list[int] = []
         self._maps: list[mmap.mmap] = []
         weakref.finalize(self, _close_all, self._files)
         handles = self._agree(self._make)
         self.pids = [pid for pid, _ in handles]
-        self._agree(lambda: self._map(handles))  # whatever fails, fails on all ranks; and nobody goes on before all have opened
+        self._agree(lambda: self._map(handles))  # all ranks fail together, and none goes on before all have mapped
         if not keeps_files:
             _close_all(self._files)
         self.bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
 
     def _agree(self, attempt: Callable[[], _Answer]) -> list[_Answer]:
-        """Every rank's answer, or an error on every rank."""
+        """Run `attempt` on every rank; return all results, or raise on every rank if it failed on any."""
         mine: tuple[_Answer | None, str | None]
         try:
             mine = attempt(), None
@@ -87,7 +87,7 @@ class SharedSegments:
         return [answer for answer, _ in answers]
 
     def _make(self) -> tuple[int, int]:
-        """A file whose pages are all there: running out of memory is an error here, not a signal in the middle of a step."""
+        """Make a file with all pages allocated, so that a lack of memory raises now and does not kill the process in a step."""
         own = os.memfd_create("shardwise", os.MFD_CLOEXEC)
         self._files.append(own)
         os.posix_fallocate(own, 0, self.num_bytes)
@@ -101,7 +101,7 @@ class SharedSegments:
             self._maps.append(mmap.mmap(self._by_rank[-1], self.num_bytes, flags=mmap.MAP_SHARED))
 
     def _check_room(self, room: int) -> None:
-        """The same answer on every rank, so that none is left waiting."""
+        """Raise if `room` is too small. It is the same on every rank, so that all of them raise."""
         needed = self.num_bytes * self.host.world_size
         if needed > room:
             raise SharedMemoryError(
@@ -118,7 +118,7 @@ class SharedSegments:
         return memoryview(self._maps[rank])[start : start + 8 * count].cast("q")
 
     def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> FullBuffer:
-        """The (rank, start) ranges, `length` bytes each, seen one after the other as one vector; nothing is copied."""
+        """Map the (rank, start) ranges, `length` bytes each, one after the other as one vector; nothing is copied."""
         return OverlaidBuffer([(self._by_rank[rank], start) for rank, start in ranges], length, dtype)
 
 

@@ -1,11 +1,11 @@
-"""CPU ranks of one host: shards in shared memory, read where they lie by whoever needs them.
+"""CPU ranks of one host: shards are in shared memory, and every rank reads the other ranks' shards directly.
 
-A full vector whose shards are whole pages is a mapping over the ranks' own shards: gathering it moves nothing at all. Other
-full vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and
-neither can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, hand constant-size
-chunks through mailboxes on one lane, in the order in which they were started. Where shards live on disk, gathers have mailboxes
-and a lane of their own: every rank reads its own shard and hands it to the others. The first time ranks gather different Units
-they leave these mailboxes for good, and every rank reads all shards itself, from the other ranks' files.
+A full vector whose shards are whole pages is a mapping of the ranks' own shards: gathering it copies nothing. Other full
+vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and neither
+can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, pass constant-size chunks
+through mailboxes on one Lane, in the order in which they were started. Where shards are on disk, gathers have their own
+mailboxes and Lane: every rank reads its own shard and passes it to the others. The first time ranks gather different Units they
+leave these mailboxes for good. From then on every rank reads all shards itself, from the other ranks' files.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from shardwise.ticket import Done, Lane, Ticket
 from shardwise.tiers import FullBuffer
 
 MAX_OVERLAYS = 16_384
-"""Mappings are a resource too: Linux allows a process 65,530 of them by default."""
+"""Most mappings used for overlays. Linux allows a process 65,530 mappings by default."""
 
 
 class HostShards:
-    """The shards of a host's ranks, each in memory that all of them see. `world` is the whole, `host` the ranks here."""
+    """The shards of one host's ranks, in memory that these ranks share. `world` is all ranks, `host` those of this host."""
 
     def __init__(self, world: World, host: World) -> None:
         self._world = world
@@ -52,7 +52,7 @@ class HostShards:
         self._starts: dict[int, int] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """One segment per rank, every rank's vectors mapped everywhere."""
+        """Allocate one segment per rank; every rank maps all of them."""
         at = 0
         for entry in reservations:
             self._starts[entry.tag] = at
@@ -70,7 +70,7 @@ class HostShards:
         return memory
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
-        """All ranks' shards of one Unit as one vector, if they are whole pages."""
+        """Map all ranks' shards of one Unit as one vector; None if they are not whole pages or not all on this host."""
         assert self._segments is not None
         length = memory.numel() * memory.element_size()
         is_too_many = len(self._starts) * self._host.world_size > MAX_OVERLAYS
@@ -79,16 +79,16 @@ class HostShards:
         ranges = [(rank, self._starts[tag]) for rank in range(self._host.world_size)]
         try:
             return self._segments.overlay(ranges, length, memory.dtype)
-        except OSError:  # no more mappings to be had: this rank copies instead, and nothing else changes
+        except OSError:  # no mappings are left: only this rank copies instead
             return None
 
     def holds(self, tag: int, shard: torch.Tensor) -> bool:
-        """Whether `shard` is the one its host can see, not some other vector of the same Unit."""
+        """Whether `shard` is the one in shared memory, not another vector of the same Unit."""
         shards = self._shards.get(tag)
         return shards is not None and shards[self._host.rank].data_ptr() == shard.data_ptr()
 
     def copy_into(self, full: torch.Tensor, tag: int) -> None:
-        """Fill in the shards of this host's ranks."""
+        """Copy the shards of this host's ranks into the full vector."""
         for local, rank in enumerate(self._host.ranks):
             place, shard = own_slice(self._world, full, rank), self._shards[tag][local]
             if place.data_ptr() != shard.data_ptr():
@@ -109,33 +109,33 @@ class SharedTransport(Transport):
         self._meeting = Meeting(world, self.watch)
         self._shards = HostShards(world, world)
         self._lane = Lane("shardwise-exchange", self.interrupt)
-        self._gather_mail: Mailboxes | None = None  # where shards are away every gather is an exchange: it has a lane of its own
+        self._gather_mail: Mailboxes | None = None  # only if shards are offloaded: their gathers have their own Lane
         self._gather_lane = Lane("shardwise-gather", self.interrupt)
         self._peer_shards: PeerShards | None = None
         self._overlays: set[int] = set()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Shared memory for the shards of all Units."""
+        """Allocate shared memory for the shards of all Units."""
         if any(entry.is_offloaded for entry in reservations):
             self._gather_mail = Mailboxes(self.world, self._chunk_bytes, self.watch)
         return self._shards.reserve(reservations)
 
     def read_peers_with(self, reader: PeerShards) -> None:
-        """Ranks whose gathers differ leave the mailboxes."""
+        """Ranks that gather different Units will leave the mailboxes and use `reader`."""
         if self._gather_mail is not None:
             self._peer_shards = reader
             self._gather_mail.may_part = True
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
-        """A mapping over the ranks' shards."""
+        """Map the ranks' shards as one full vector."""
         found = self._shards.overlay(tag, memory)
         if found is not None:
             self._overlays.add(found.tensor.data_ptr())
         return found
 
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
-        """Nothing for a full vector that shows the shards; else copies. Memory that is not shared goes through the mailboxes."""
+        """Copy the shards, unless `full` is an overlay. Shards that are not in shared memory go through the mailboxes."""
         pause("gather.start")
         self._count_gather(shard)
         if not self._shards.holds(tag, shard):
@@ -164,7 +164,7 @@ class SharedTransport(Transport):
                     self._exchange_shards(operation, mail, shard, full)
                     return
                 except PartedError:
-                    pass  # another rank gathers something else
+                    pass  # another rank gathers another Unit
             assert self._peer_shards is not None
             for peer in self.world.peers():
                 self._peer_shards(operation.tag, peer, own_slice(self.world, full, peer))
@@ -180,7 +180,7 @@ class SharedTransport(Transport):
                 mail.read(peer, operation, part.numel(), part.dtype, place.copy_)
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
-        """Hand every peer its slice chunk by chunk; totals are formed in rank order."""
+        """Send every peer its slice chunk by chunk; sums are formed in rank order."""
         self._count_reduce(shard_numel, wire)
         pause("reduce.start")
         operation = self.watch.begin("exchange", "reduce", tag)
@@ -192,7 +192,7 @@ class SharedTransport(Transport):
             chunk = self._chunk_bytes // sum_dtype(wire).itemsize
             for start in range(-chunk, shard_numel, chunk):
                 after = start + chunk
-                if after < shard_numel:  # the next chunk is on its way while this one is summed
+                if after < shard_numel:  # post the next chunk before this one is summed
                     self._post_chunk(operation, shard_numel, after, min(chunk, shard_numel - after), wire, source)
                 if start >= 0:
                     numel = min(chunk, shard_numel - start)
@@ -218,7 +218,7 @@ class SharedTransport(Transport):
         if size == 2 and mine is not None and mine.dtype == wire:
             self._mail.read(1 - rank, operation, total.numel(), wire, lambda theirs: torch.add(mine, theirs, out=total))
             return
-        own = self._scratch_for(wire, 1)[: total.numel()]  # rounded like the others'
+        own = self._scratch_for(wire, 1)[: total.numel()]  # rounded as the other ranks' parts are
         for turn in range(size):
             add = total.copy_ if turn == 0 else total.add_
             if turn == rank:
@@ -234,27 +234,27 @@ class SharedTransport(Transport):
         return self._scratch[dtype][which * chunk : (which + 1) * chunk]
 
     def fence(self) -> None:
-        """Every rank has read what it needs, or written what others will read."""
+        """Wait until every rank has read what it needs, or written what others will read."""
         pause("fence")
         self._meeting.fence(self.watch.begin("meeting", "fence"))
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Every rank reads all values and combines them in rank order."""
+        """Every rank reads all values and reduces them in rank order."""
         pause("combine")
         return combined(self._meeting.collect(self.watch.begin("meeting", "combine"), values), op)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's row of what was laid open."""
+        """Return rank 0's values, read from shared memory."""
         return self._meeting.collect(self.watch.begin("meeting", "combine"), values)[0]
 
     @property
     def exchange_bytes(self) -> int:
-        """Outgoing slots and the buffers totals are formed in."""
+        """Bytes of the outgoing slots and of the buffers in which sums are formed."""
         return self._slot_bytes + sum(t.numel() * t.element_size() for t in self._scratch.values())
 
     @property
     def planned_exchange_bytes(self) -> int:
-        """The slots, and two chunks in fp32."""
+        """Bytes of the slots and of two chunks in fp32."""
         return self._slot_bytes + 2 * self._chunk_bytes
 
     @property
@@ -263,22 +263,22 @@ class SharedTransport(Transport):
 
     @property
     def allows_different_units(self) -> bool:
-        """Shards in memory are read where they lie; those on disk if the other ranks' files could be opened."""
+        """True if shards are in memory, or if they are on disk and the other ranks' files could be opened."""
         return self._gather_mail is None or self._gather_mail.may_part
 
     @property
     def note(self) -> str:
-        """Also whether ranks have parted."""
+        """Also says whether ranks have left the mailboxes for gathers."""
         if self._gather_mail is not None and self._gather_mail.have_parted:
             return "ranks have gathered different Units from disk: since then each reads all shards itself"
         return super().note
 
     def close(self) -> None:
-        """End the lanes; memory goes with the last reference."""
+        """End the Lanes. Memory is freed with its last reference."""
         self._lane.close()
         self._gather_lane.close()
 
 
 def copier(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Fills a slot with `values`."""
+    """Return a function that copies `values` into a slot."""
     return lambda slot: slot.copy_(values)

@@ -1,6 +1,6 @@
-"""What every transport can do: gather shards into a full vector, reduce full gradients into a shard.
+"""What can every transport do? Gather shards into a full vector, and reduce full gradients into a shard.
 
-A transport moves elements and counts them. It knows Units only as tags and never decides when to move.
+Called by the engine. A transport moves elements and counts them. It knows Units only as tags and never decides when to move.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.ticket import Done, Ticket
 from shardwise.tiers import FullBuffer
 
 READY = Done()
-"""The shard is there already."""
+"""Ticket of a shard that is in memory already."""
 
 
 class Source(Protocol):
@@ -29,21 +29,21 @@ class Source(Protocol):
         """Write elements [start, start + len(out)) into `out`."""
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
-        """The same elements where they lie, if they lie side by side somewhere."""
+        """A view of the same elements, if they are contiguous in memory; else None."""
 
 
 class Sink(Protocol):
     """Where this rank's shard of the summed gradient goes."""
 
     def place(self, start: int, numel: int) -> torch.Tensor | None:
-        """Memory to form the sum for elements [start, start + numel) of the shard in; None: form it elsewhere."""
+        """Memory in which the sum of elements [start, start + numel) of the shard may be formed; None if there is none."""
 
     def __call__(self, start: int, total: torch.Tensor) -> None:
-        """Take the sum over ranks for elements [start, start + len(total)): each element once, in `place` or elsewhere."""
+        """Receive the sum over ranks of elements [start, start + len(total)), once per element, in `place` or elsewhere."""
 
 
 class PeerShards(Protocol):
-    """Reads the shards of other ranks where they lie, without their help."""
+    """Reads the shards of other ranks without their participation."""
 
     def __call__(self, tag: int, rank: int, place: torch.Tensor) -> None:
         """Fill `place`, that rank's slice of a full vector, with its shard of a Unit."""
@@ -51,7 +51,7 @@ class PeerShards(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Reservation:
-    """Memory a Unit asks for: its shard, or (`is_full`) a full vector of which rank r's slice is the shard."""
+    """Memory that a Unit needs: its shard, or (`is_full`) a full vector whose slice r is the shard of rank r."""
 
     tag: int
     name: str
@@ -59,23 +59,23 @@ class Reservation:
     dtype: torch.dtype
     is_full: bool
     parameters: tuple[str, ...] = ()
-    """Their names, for messages."""
+    """Names of the Unit's parameters, for error messages."""
     is_offloaded: bool = False
-    """The vector lives on another tier: it needs no memory here."""
+    """The vector is offloaded, so no memory is allocated for it."""
 
     @property
     def memory_numel(self) -> int:
-        """Elements of memory to set aside."""
+        """Number of elements to allocate."""
         return 0 if self.is_offloaded else self.numel
 
     def shard_numel(self, world_size: int) -> int:
-        """Length of one rank's part."""
+        """Number of elements of one rank's shard."""
         return self.numel // world_size if self.is_full else self.numel
 
 
 @dataclasses.dataclass
 class Counters:
-    """Elements and bytes this rank sent, and how often, per operation."""
+    """Calls, elements and bytes that this rank sent, per operation."""
 
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
     elements: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -88,7 +88,7 @@ class Counters:
         self.bytes[operation] = self.bytes.get(operation, 0) + elements * itemsize
 
     def total_elements(self) -> int:
-        """Everything sent, whatever the operation."""
+        """Elements sent by all operations together."""
         return sum(self.elements.values())
 
     def reset(self) -> None:
@@ -103,7 +103,7 @@ class Transport(ABC):
 
     name: str
     gathers_ahead = False
-    """Whether a gather that was started goes on by itself, so that starting early hides it."""
+    """Whether a gather runs in the background once it was started, so that it can be started early."""
     is_one_host = False
     """Whether all ranks are processes of one host, which can open each other's files."""
 
@@ -112,36 +112,36 @@ class Transport(ABC):
         self.counters = Counters()
         self.watch = Watch(world, timeout_s)
         self.reason = ""
-        """Why this transport and not the one that would usually be taken; empty if it is that one."""
+        """Why 'auto' could not use shared memory, if it could not; else empty."""
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
-        """Zeroed memory for the vectors that will be gathered often, where this transport can reach it best."""
+        """Allocate zeroed memory for the vectors that will be gathered, where this transport can reach it best."""
         return [torch.zeros(entry.memory_numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
-        """A full vector that shows the ranks' shards where they lie, so that gathering copies nothing; None if there is none."""
+        """A full vector that maps the ranks' shards, so that gathering copies nothing; None if that is not possible."""
         return None
 
     def fence(self) -> None:  # noqa: B027  two-sided transports need none
-        """Return when no rank still reads shards (before they change) or still writes them (before they are read)."""
+        """Wait until no rank still reads shards (before they change) or still writes them (before they are read)."""
 
     def read_peers_with(self, reader: PeerShards) -> None:  # noqa: B027  only ranks of one host can
-        """Where shards are on disk, let ranks gather different Units: each reads the others' shards itself then."""
+        """Let ranks gather different Units whose shards are on disk: each then reads the other ranks' shards with `reader`."""
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """The sum or maximum of a small flat tensor over all ranks, the same bits on each of them."""
+        """All-reduce (sum or maximum) a small flat tensor; the result is bitwise the same on all ranks."""
         return self.world.all_reduce(values, op)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `values`, a small flat tensor."""
+        """Broadcast a small flat tensor from rank 0."""
         return self.world.broadcast(values)
 
     @abstractmethod
     def gather(self, tag: int, shard: torch.Tensor, full: torch.Tensor, ready: Ticket = READY) -> Ticket:
         """Start filling `full` with every rank's shard; the shard must not change before the Ticket is waited for.
 
-        The shard itself need only be there when `ready` has ended. `full` may have a wider dtype than `shard`: elements
-        travel narrow and are widened on arrival.
+        The shard need not hold its values before `ready` has ended. `full` may have a wider dtype than `shard`: elements
+        are sent in the dtype of the shard and converted on arrival.
         """
 
     @abstractmethod
@@ -163,27 +163,27 @@ class Transport(ABC):
 
     @property
     def allows_different_units(self) -> bool:
-        """Whether ranks may use different Units in a forward pass whose parameters are gathered."""
+        """Whether ranks may gather different Units in the same forward pass."""
         return self.world.world_size == 1
 
     @property
     def note(self) -> str:
-        """A line for the report, where there is something to say."""
+        """A line for the report; empty if there is nothing to say."""
         if self.allows_different_units:
             return ""
         return "all ranks must use the same Units in forward: a gather needs every rank on this transport"
 
     @property
     def label(self) -> str:
-        """Its name and, where that needs one, the reason it was taken."""
+        """For the report: its name and, if there is one, the reason why it was chosen."""
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
     def interrupt(self) -> None:
-        """The script ends in the middle of an exchange: have whoever waits for other ranks raise."""
+        """Make every wait for other ranks raise, because the script ends during an exchange."""
         self.watch.give_up()
 
     def close(self) -> None:  # noqa: B027  not every transport has threads
-        """End threads and give buffers back."""
+        """End threads and free buffers."""
 
     def _count_gather(self, shard: torch.Tensor) -> None:
         self.counters.count("gather", shard.numel() * (self.world.world_size - 1), shard.element_size())
@@ -200,14 +200,14 @@ def own_slice(world: World, full: torch.Tensor, rank: int | None = None) -> torc
 
 
 def copy_own(world: World, shard: torch.Tensor, full: torch.Tensor) -> None:
-    """Put this rank's shard into the full vector, unless it lives there already."""
+    """Copy this rank's shard into the full vector, unless it is there already."""
     mine = own_slice(world, full)
     if mine.data_ptr() != shard.data_ptr():
         mine.copy_(shard)
 
 
 def combined(rows: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """One row per rank, combined in rank order."""
+    """Reduce `rows`, one per rank, in rank order."""
     if op == dist.ReduceOp.MAX:
         return rows.amax(dim=0)
     total = rows[0].clone()
@@ -217,5 +217,5 @@ def combined(rows: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
 
 
 def sum_dtype(wire: torch.dtype) -> torch.dtype:
-    """Sums are formed in fp32 or wider."""
+    """The dtype in which sums are formed: fp32, or the wire dtype if it is wider."""
     return torch.promote_types(torch.float32, wire)

@@ -1,4 +1,4 @@
-"""Chooses the transport: what the user named, or what suits the devices and the world."""
+"""Which transport is used? The one that the user named, or the best one for the devices and hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_transport(
         memory = transport.reserve(reservations)
     except SharedMemoryError as error:
         problem = error
-    if name in ("shared", "combined"):  # hosts fail one by one: all ranks must hear of it
+    if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
         texts = [text for text in world.gather_objects(None if problem is None else str(problem)) if text is not None]
         if texts and not is_auto:
             raise SharedMemoryError(texts[0])
@@ -69,7 +69,7 @@ def _build(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Tr
 
 
 def _suitable(world: World) -> tuple[str, str]:
-    """The best transport that can be had, and what speaks against better ones; the same on every rank."""
+    """The best possible transport, and why it is not shared memory, if it is not; the same on every rank."""
     if world.world_size == 1:
         return "alone", ""
     if world.backend == "nccl":
@@ -81,7 +81,7 @@ def _suitable(world: World) -> tuple[str, str]:
 
 
 def _hosts(world: World) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first rank; empty if a machine does not keep stores in order."""
+    """The ranks of each host, hosts in order of their first rank; empty if a CPU is not x86-64 (it may reorder stores)."""
     everyone = world.gather_objects((host_identity(), platform.machine()))
     if any(machine not in ("x86_64", "AMD64") for _, machine in everyone):
         return []

@@ -1,8 +1,8 @@
 """Names every operation between ranks, and turns a wait that takes too long into an error on every rank.
 
-An operation carries (sequence, kind, Unit). Ranks of one host keep an account of theirs in shared memory, so that a rank
-that waits can say what the others are doing; ranks of several hosts leave notices in the launch's own key-value store.
-After its first failure a transport refuses all further work: no rank waits twice.
+An operation carries (sequence, kind, Unit). Each rank of a host keeps an account of what it is doing in shared memory, so that a
+waiting rank can say what the others are doing; ranks on several hosts exchange notices through torch.distributed's key-value
+store. After its first failure a transport refuses all further work, so that no rank waits for the timeout twice.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from shardwise.errors import TransportError
 
 KINDS = ("gather", "reduce", "fence", "combine")
 CHANNELS = ("exchange", "meeting", "prefetch")
-"""Operations of one channel come in the same order on every rank; each channel counts its own."""
-_LOOKS = 100  # before the first sleep: about the time a peer on another core needs to finish a small chunk
+"""The operations of one channel have the same order on every rank, and are numbered per channel."""
+_LOOKS = 100  # polls before the first sleep: about as long as a peer on another core needs for a small chunk
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
-_CHECK_S = 0.1  # how often a waiting rank looks whether its peers still exist and whether any has given up
-_WORDS = 5  # of an account, per channel: sequence, kind and Unit, step, rank waited for, operations begun
+_CHECK_S = 0.1  # how often a waiting rank checks whether its peers still exist and whether any has given up
+_WORDS = 5  # per channel of an account: sequence, kind and Unit, step, rank waited for, operations begun
 _PEER, _BEGUN = 3, 4
 _TAG_BITS = 32
 _REMEDY = "Look for the first error in the output of the rank that was waited for; then start all ranks again."
-_numbers = itertools.count()  # ranks make their transports in the same order
+_numbers = itertools.count()  # numbers transports: all ranks make them in the same order
 
 
 class Operation(NamedTuple):
-    """What ranks do together: its number in its channel, what it is, and the Unit it is for (-1: none)."""
+    """An operation between ranks: its channel, its number in that channel, its kind, and the tag of its Unit (-1: none)."""
 
     channel: str
     sequence: int
@@ -43,17 +43,17 @@ class Operation(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Kind and Unit in one word."""
+        """Kind and tag packed into one 64-bit word."""
         return KINDS.index(self.kind) << _TAG_BITS | (self.tag + 1)
 
     @staticmethod
     def decode(channel: str, sequence: int, code: int) -> Operation:
-        """The operation a code stands for."""
+        """Unpack a code into an operation."""
         return Operation(channel, sequence, KINDS[code >> _TAG_BITS], (code & ((1 << _TAG_BITS) - 1)) - 1)
 
 
 class Watch:
-    """One rank's operations: begun, waited for, failed."""
+    """Numbers one rank's operations, limits their waits, and reports their failures."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
         self.world = world
@@ -63,19 +63,19 @@ class Watch:
         """Optimizer steps finished so far, for messages."""
         self._names: dict[int, tuple[str, tuple[str, ...]]] = {}
         self._sequences = dict.fromkeys(CHANNELS, 0)
-        self._under_way: dict[str, Operation] = {}  # by channel, on lanes
-        self._latest: Operation | None = None  # of some Unit
+        self._under_way: dict[str, Operation] = {}  # operations running on Lanes, by channel
+        self._latest: Operation | None = None  # the last operation of any Unit
         self._failure: str | None = None
         self._host: World | None = None
         self._accounts: list[memoryview] = []
         self._pids: list[int] = []
 
     def know(self, tag: int, name: str, parameters: Sequence[str]) -> None:
-        """What a tag is called in messages."""
+        """Set the names that error messages use for a tag."""
         self._names[tag] = (name, tuple(parameters))
 
     def share(self, host: World) -> None:
-        """Keep accounts in memory shared with the ranks of this host."""
+        """From now on, keep the account in memory that the ranks of this host share."""
         segments = SharedSegments(host, 8 * (_WORDS * len(CHANNELS) + 1))
         self._host = host
         self._pids = segments.pids
@@ -85,7 +85,7 @@ class Watch:
     # -- operations -------------------------------------------------------------------------------------------
 
     def begin(self, channel: str, kind: str, tag: int = -1) -> Operation:
-        """Number the next operation of a channel; raises if this run's ranks have failed already."""
+        """Number the next operation of a channel; raise if this run has failed already."""
         self._refuse_after_failure()
         sequence = self._sequences[channel]
         self._sequences[channel] = sequence + 1
@@ -94,13 +94,13 @@ class Watch:
             self._accounts[self._host.rank][CHANNELS.index(channel) * _WORDS + _BEGUN] = sequence + 1
         if tag >= 0:
             self._latest = operation
-        if channel == "meeting":  # the others are accounted for when their lane comes to them
+        if channel == "meeting":  # those of other channels are written when their Lane runs them
             self._write(operation, -1)
         return operation
 
     @contextlib.contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        """Account for an operation while it runs; whatever it raises fails the whole run."""
+        """Keep an operation in the account while it runs. Any error it raises fails the whole run."""
         self._refuse_after_failure()
         self._write(operation, -1)
         self._under_way[operation.channel] = operation
@@ -119,7 +119,7 @@ class Watch:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this run's ranks are no longer in step."""
+        """Whether this run has failed."""
         return self._failure is not None
 
     def _write(self, operation: Operation, peer: int) -> None:
@@ -131,14 +131,14 @@ class Watch:
     # -- waiting ----------------------------------------------------------------------------------------------
 
     def until(self, is_ready: Callable[[], bool], operation: Operation, lagging: Callable[[], list[int]]) -> None:
-        """Wait for ranks of this host, asleep after a few looks; `lagging` says which ones are missing."""
+        """Wait for ranks of this host: poll, then sleep between polls. `lagging` returns the ranks that are missing."""
         for _ in range(_LOOKS):
             if is_ready():
                 return
         begin = checked = time.monotonic()
         nap = _SHORTEST_NAP_S
         while not is_ready():
-            time.sleep(nap)  # a peer on the same core can run
+            time.sleep(nap)  # lets a peer on the same core run
             nap = min(nap * 1.1, _LONGEST_NAP_S)
             now = time.monotonic()
             if now - checked > _CHECK_S:
@@ -152,7 +152,7 @@ class Watch:
     def _check(self, operation: Operation, missing: list[int], waited_s: float, is_ready: Callable[[], bool]) -> None:
         assert self._host is not None
         if not is_ready():
-            self._refuse_after_failure()  # another thread of this rank may have found out first
+            self._refuse_after_failure()  # another thread of this rank may have failed first
         ended = [rank for rank in missing if _state_of(self._pid(rank)) is None]
         if ended and not is_ready():
             raise self.failed(operation, ended, waited_s, "which has ended" if len(ended) == 1 else "which have ended")
@@ -165,7 +165,7 @@ class Watch:
     def will_not_come(self, operation: Operation, rank: int) -> bool:
         """Whether a rank of this host has ended, or waits in a meeting without having begun this operation.
 
-        It cannot begin it before the meeting is over, and the meeting needs this rank.
+        That rank cannot begin the operation before the meeting ends, and the meeting waits for this rank.
         """
         assert self._host is not None
         words = self._accounts[self._host.ranks.index(rank)]
@@ -174,7 +174,7 @@ class Watch:
         return (waits and words[channel + _BEGUN] <= operation.sequence) or _state_of(self._pid(rank)) is None
 
     def wait_all(self, works: Sequence[tuple[Any, int]], operation: Operation) -> None:
-        """Wait for messages between hosts, each with the rank it comes from or goes to."""
+        """Wait for messages. Each comes with the rank that sends or receives it (-1: all ranks)."""
         begin = time.monotonic()
         for work, peer in works:
             left_s = max(self.timeout_s - (time.monotonic() - begin), 0.001)
@@ -190,7 +190,7 @@ class Watch:
     # -- failing ----------------------------------------------------------------------------------------------
 
     def failed(self, operation: Operation, missing: list[int], waited_s: float, cause: str) -> TransportError:
-        """Mark this rank as failed, so that its peers stop too, and say what everyone was doing."""
+        """Mark this rank as failed, so that its peers stop too; return an error that says what all ranks were doing."""
         whom = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the other ranks"
         beside = [self.name(other) for other in list(self._under_way.values()) if other.channel != operation.channel]
         text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
@@ -207,7 +207,7 @@ class Watch:
         return TransportError(full)
 
     def give_up(self) -> None:
-        """The script has ended while ranks exchange: wait for nobody, and tell those who wait for this rank."""
+        """Fail because the script has ended during an exchange: stop waiting, and make ranks that wait for this one fail."""
         self._mark_failed(f"The script of rank {self.world.rank} has ended.")
 
     def _mark_failed(self, text: str) -> None:
@@ -229,7 +229,7 @@ class Watch:
         return self._pids[self._host.ranks.index(rank)]
 
     def _account(self, local: int) -> str:
-        """What another rank of this host is doing."""
+        """Say what another rank of this host is doing."""
         assert self._host is not None
         words, rank = self._accounts[local], self._host.ranks[local]
         state = _state_of(self._pids[local])
@@ -253,7 +253,7 @@ class Watch:
 
 
 def _state_of(pid: int) -> str | None:
-    """The kernel's letter for a process's state; None if it is gone, or has ended and only waits for its parent."""
+    """The kernel's letter for a process's state; None if the process is gone or a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             state = stat.read().rpartition(")")[2].split()[0]

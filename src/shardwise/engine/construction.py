@@ -8,7 +8,6 @@ touches (a framework's own initialisation, `apply`, tying) gather, run, and are 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import tempfile
 import weakref
@@ -235,7 +234,7 @@ class Construction:
         """Have Units called by what they are in the finished model: ranks may have partitioned them in another order."""
         self._window.close()
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
-            unit.blueprint = dataclasses.replace(unit.blueprint, index=index)
+            unit.renumber(index)
             self.transport.watch.know(index, name.rpartition(".")[0] or name, [name])
 
     def full_values(self, unit: Unit, slot: int) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Gathering:
 
     def use(self, unit: Unit) -> Use:
         """The engine's record of a Unit."""
-        return self.uses[unit.blueprint.index]
+        return self.uses[unit.index]
 
     def are_open(self, entries: Sequence[Entry]) -> bool:
         """Whether a call that is running has opened all of these."""
@@ -163,7 +163,7 @@ class Gathering:
 
     def free(self, unit: Unit) -> None:
         """Give a full vector's memory back, unless somebody needs it or it holds what the shards do not have."""
-        use = self.uses[unit.blueprint.index]
+        use = self.uses[unit.index]
         if not unit.is_gathered or unit.is_always_full or use.is_needed:
             return
         if unit.may_be_written():

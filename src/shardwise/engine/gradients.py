@@ -111,18 +111,18 @@ class Gradients:
         if self.is_accumulating:
             self._accumulate(unit, slot, grad)
             return
-        arrived = self._arrived[unit.index]
-        local = self._local[unit.index].pop(slot, None)
+        index = unit.index
+        arrived, local = self._arrived[index], self._local[index]
         if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
             grad = arrived[slot] + grad
-        elif local is not None:
-            grad = local.add_(grad)
+        elif slot in local:
+            grad = local.pop(slot).add_(grad)
         else:
             self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
         arrived[slot] = grad
-        self._versions[unit.index][slot] = grad._version
-        if len(arrived) == len(unit.params) and unit.index not in self._launched:
-            self._completed[unit.index] = None
+        self._versions[index][slot] = grad._version
+        if len(arrived) == len(unit.params) and index not in self._launched:
+            self._completed[index] = None
             self._launch_ready()
 
     def _accumulate(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ class ModelBuffers:
 
     def __init__(self, model: nn.Module, world: World, *, is_local: bool) -> None:
         self._model = model
+        self._modules = list(model.named_modules())  # walked in every step; those added later have buffers of their own rank
         self._world = world
         self._is_idle = is_local or world.world_size == 1
         self._marks: dict[str, int] = {}
@@ -32,9 +33,12 @@ class ModelBuffers:
             self._remember(dict(self._each()))
 
     def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self._model.named_buffers():
-            if buffer.numel() and not buffer.is_meta:
-                yield name, buffer
+        seen: set[int] = set()
+        for path, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen and buffer.numel() and not buffer.is_meta:
+                    seen.add(id(buffer))
+                    yield f"{path}.{name}" if path else name, buffer
 
     def _remember(self, buffers: dict[str, torch.Tensor]) -> None:
         self._keys = list(buffers)

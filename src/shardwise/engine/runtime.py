@@ -234,7 +234,9 @@ class Runtime:
     @timed_hook
     def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
         """Autograd has the whole gradient of a parameter."""
-        self.begin_backward()
+        end = self._end_of_backward
+        if not self._in_backward or end is None or end() is None:
+            self.begin_backward()
         unit = self.units[index]
         if grad is None or not is_expected(unit, slot):
             return

@@ -67,6 +67,8 @@ class SavedPlaces:
         self._starts: list[int] = []
         self._entries: list[tuple[int, int, Unit]] = []  # (start, end, Unit) of full vectors, by address
         self._known: set[int] = set()
+        self._slots: dict[int, int] = {}  # slots by the address they begin at: nearly every saved view begins with its parameter
+        self.low = self.high = 0  # no full vector lies outside
         self._pack: Callable[[torch.Tensor], Any] = _Pack(self, None)
 
     def know(self, unit: Unit) -> None:
@@ -76,6 +78,9 @@ class SavedPlaces:
             start = unit.full.data_ptr()
             bisect.insort(self._entries, (start, start + unit.full_bytes, unit), key=lambda entry: entry[0])
             self._starts = [entry[0] for entry in self._entries]
+            self.low, self.high = self._starts[0], max(entry[1] for entry in self._entries)
+            itemsize = unit.dtypes.compute.itemsize
+            self._slots |= {start + slot.offset * itemsize: number for number, slot in enumerate(unit.layout.slots) if slot.numel}
 
     def unit_at(self, address: int) -> Unit | None:
         """The Unit whose full vector an address lies in."""
@@ -113,11 +118,12 @@ class SavedPlaces:
 
     def place(self, unit: Unit, tensor: torch.Tensor, address: int) -> Place:
         """Where a tensor lies."""
-        itemsize = tensor.element_size()
         start = address - unit.full.data_ptr()
-        slot = unit.layout.slot_at(start // unit.dtypes.compute.itemsize)
-        version, epoch = _version_of(unit, slot), unit.writes.epochs[slot]
-        return Place(unit, slot, version, epoch, tensor.shape, tensor.stride(), start // itemsize, tensor.dtype)
+        slot = self._slots.get(address)
+        if slot is None:
+            slot = unit.layout.slot_at(start // unit.dtypes.compute.itemsize)
+        epoch, offset = unit.writes.epochs[slot], start // tensor.element_size()
+        return Place(unit, slot, unit.params[slot]._version, epoch, tensor.shape, tensor.stride(), offset, tensor.dtype)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Autograd asks for what was saved."""
@@ -158,10 +164,11 @@ class _Pack:
             if isinstance(tensor, ShardedParameter):
                 with torch._C.DisableTorchFunctionSubclass():
                     address = tensor.data_ptr()
-        unit = self.places.unit_at(address)
+        places = self.places
+        unit = places.unit_at(address) if places.low <= address < places.high else None
         if unit is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                return self.places.place(unit, tensor, address)
+                return places.place(unit, tensor, address)
         if self._outer is not None:
             return _Passed(self._outer[1], self._outer[0](tensor))
         # Detached, because a node that keeps its own output would never be collected; a detached tensor counts the same versions.

@@ -1,10 +1,10 @@
 """What did happen?
 
-Public names: `EventLog`, `Event`, `timed_hook` (named events in order), `pause` (the asynchronous edges where a test may
-inject a delay), `process_memory` and `MemorySampler` (resident bytes, page cache excluded),
-`saved_activation_bytes`, `format_bytes`.
+Public names: `EventLog`, `Event`, `timed_hook` (named events in order); `pause`, `delays` (where tests inject delays);
+`process_memory`, `ProcessMemory`, `MemorySampler` (resident bytes, page cache excluded); `saved_activation_bytes`;
+`format_bytes`, `format_table`.
 
-Invariant: this room is at the bottom of the house. It knows nothing of Units, ranks or stages.
+Invariant: this room imports no other room and knows nothing of Units, ranks or stages.
 """
 
 from shardwise.observe.activations import saved_activation_bytes

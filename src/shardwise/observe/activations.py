@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps for the backward pass of one forward."""
+"""How many bytes does autograd save in one forward for its backward?"""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def saved_activation_bytes(is_parameter: Callable[[int], bool]) -> Iterator[Callable[[], int]]:
-    """Count distinct storages saved inside the context; `is_parameter(data_ptr)` says what does not count.
+    """Sum the bytes of distinct storages saved inside the context, except those for which `is_parameter(data_ptr)` is True.
 
-    Meant for one measured forward, not for the hot path: torch then no longer checks saved tensors for
-    in-place changes.
+    Use it for one measured forward only: inside the context torch does not check saved tensors for in-place changes.
     """
     storages: dict[int, int] = {}
 

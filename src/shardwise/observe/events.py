@@ -1,4 +1,4 @@
-"""Named events in the order in which they happened, and the edges where tests inject delays.
+"""Records named events in the order in which they happened, and marks where tests may inject delays.
 
 Called by every room on its hot path, so an event is one tuple in a bounded deque.
 """
@@ -17,33 +17,33 @@ _R = TypeVar("_R")
 
 
 class Event(NamedTuple):
-    """One thing that happened: when it ended (seconds, monotonic), what, to which Unit, how long it took, and on which lane."""
+    """One event: when it ended (seconds, monotonic), its kind, its Unit, how long it took, and on which Lane it ran."""
 
     time_s: float
     kind: str
     subject: str
     duration_s: float = 0.0
     lane: str = ""
-    """Empty for the thread that trains."""
+    """Empty for the training thread."""
 
 
 class EventLog:
     """A bounded record of events; the oldest are dropped."""
 
     def __init__(self, limit: int = 20_000, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` tells the seconds; a dry run brings its own."""
+        """`clock` returns the time in seconds; a dry run passes its own."""
         self.now = clock
         self._events: deque[Event] = deque(maxlen=limit)
         self.is_detailed = False
-        """Whether every hook records its time too: for profiles, a few microseconds per hook."""
+        """Whether every hook records its duration too. For profiles only: it costs a few microseconds per hook."""
 
     def emit(self, kind: str, subject: str = "", since: float | None = None) -> None:
-        """Record one event now; it took the time `since` a moment of `now()`."""
+        """Record an event that ends now. `since` is the value of `now()` at its start; None: it has no duration."""
         now = self.now()
         self._events.append(Event(now, kind, subject, 0.0 if since is None else now - since))
 
     def emit_span(self, kind: str, subject: str, span: tuple[float, float] | None, lane: str) -> None:
-        """Record work that a lane did, if one did."""
+        """Record work that ran on a Lane. Does nothing if `span` is None."""
         if span is not None:
             self._events.append(Event(span[1], kind, subject, span[1] - span[0], lane))
 
@@ -52,7 +52,7 @@ class EventLog:
         self._events.clear()
 
     def listing(self, *kinds: str) -> list[tuple[str, str]]:
-        """(kind, subject) on the training thread, in order; only the given kinds, if any are given."""
+        """(kind, subject) of the training thread's events in order; only of the given kinds, if any are given."""
         return [(e.kind, e.subject) for e in self._events if not e.lane and (not kinds or e.kind in kinds)]
 
     def __iter__(self) -> Iterator[Event]:
@@ -67,7 +67,7 @@ _S = TypeVar("_S", bound=_HasEvents)
 
 
 def timed_hook(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """A method that is called from a hook on the hot path: record its time if asked to."""
+    """Decorator for methods that hooks call on the hot path: records their duration if `events.is_detailed`."""
 
     @functools.wraps(method)
     def timed(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -86,14 +86,14 @@ _delay: Callable[[str], None] | None = None
 
 
 def pause(edge: str) -> None:
-    """Mark an asynchronous edge; does nothing unless a test injected delays."""
+    """Mark an asynchronous edge: a point where work is started or waited for. Does nothing unless a test injects delays."""
     if _delay is not None:
         _delay(edge)
 
 
 @contextlib.contextmanager
 def delays(delay: Callable[[str], None]) -> Iterator[None]:
-    """Call `delay(edge)` at every asynchronous edge of this process while the context lasts."""
+    """Inside the context, call `delay(edge)` at every asynchronous edge of this process."""
     global _delay
     before, _delay = _delay, delay
     try:

@@ -15,12 +15,12 @@ class ProcessMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Everything that counts against the machine."""
+        """Private and shared bytes together."""
         return self.anonymous + self.shared
 
 
 def process_memory(pid: int | str = "self") -> ProcessMemory:
-    """Read the kernel's own account (`smaps_rollup`); file pages are left out."""
+    """Read the kernel's figures (`/proc/<pid>/smaps_rollup`); file pages are left out."""
     found = {"Pss_Anon": 0, "Pss_Shmem": 0}
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
         for line in lines:
@@ -35,7 +35,7 @@ _SHARED_PERIOD_S = 1.0
 
 
 def _counters() -> tuple[int, int]:
-    """Bytes of private pages, and of shared ones that are mapped here, whoever else maps them."""
+    """Bytes of private pages, and of all shared pages that this process maps, even if other processes map them too."""
     with open("/proc/self/status", "rb") as file:
         text = file.read()
 
@@ -47,16 +47,17 @@ def _counters() -> tuple[int, int]:
 
 
 class MemorySampler:
-    """Samples this process's memory from a thread and keeps the peak; use as a context.
+    """Samples this process's memory from a thread and keeps the peak. Use as a context manager.
 
-    Memory is read from the kernel's counters. This process's share of shared memory is found by walking all pages, which takes
-    tens of milliseconds per gigabyte from whoever computes: only when the counter of shared pages has moved, and once a second.
+    Private memory is read from the kernel's counters. For this process's share of shared memory the kernel walks all pages,
+    which slows the process down by tens of milliseconds per gigabyte. So it is read only when the counter of shared pages
+    has changed, and otherwise once a second.
     """
 
     def __init__(self, period_s: float = 0.01) -> None:
         self.peak_bytes = 0
         self._shared = 0
-        self._mapped = -1  # what the counter said when the share was looked up
+        self._mapped = -1  # the counter when the share was last read
         self._shared_due = 0.0
         self._period_s = period_s
         self._stop = threading.Event()

@@ -1,11 +1,11 @@
 """How is a shard updated?
 
 Public names: `check_optimizer`, `Adopted`, `innermost`, `num_moments`, `state_bytes`, `clone_optimizer`,
-`check_elementwise`, `GradScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `long_states`,
-`was_zeroed`.
+`check_elementwise`, `GradScaler`; `Region` (where states live), `StreamedStep` (an update portion by portion), `NUM_SETS`,
+`long_states`, `was_zeroed`, `can_update` (whether the native Adam can be used).
 
-Invariants: the user's optimizer object rules (its groups' hyperparameters are read at every step); a parameter that no
-rank used is left alone, moments included; an optimizer that is not element-wise is refused before anything changes.
+Invariants: the hyperparameters of the user's optimizer are read from its groups at every step; a parameter that no rank used
+is not updated, and neither are its moments; an optimizer that is not element-wise is refused before anything changes.
 """
 
 from shardwise.optim.adam import can_update

@@ -1,8 +1,8 @@
 """The native Adam: one pass over masters, moments and gradients.
 
-It does the operations of torch's default Adam in the same order and with the same roundings, but for the square root, which torch
-takes from a library that does not always round correctly (`docs/numerics.md`). It is used where the user asked for
-`fused=True`; without that, torch's own step runs and its bits are kept.
+It does the operations of torch's default Adam in the same order and with the same rounding, except for the square root: torch
+uses a library that does not always round correctly (`docs/numerics.md`). It is used only with `fused=True`; without it torch's
+own step runs, so results are bitwise torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WIDEST = 2
 
 
 def can_update(optimizer: torch.optim.Optimizer, dtypes: set[torch.dtype]) -> bool:
-    """Whether the native kernel stands in for this optimizer: Adam or AdamW itself, fused, on fp32 masters."""
+    """Whether the native kernel can be used: for Adam and AdamW (not subclasses), fused, on fp32 masters."""
     if native.library() is None or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or dtypes - {torch.float32}:
         return False
     asks_for_more = any(group.get(key) for group in optimizer.param_groups for key in ("amsgrad", "capturable", "differentiable"))
@@ -39,9 +39,9 @@ def update(
     most_width: int = _WIDEST,
     num_threads: int | None = None,
 ) -> None:
-    """One step, in place, of flat vectors in memory. `step` counts from one; `out` receives the masters rounded.
+    """Update flat vectors in memory, in place. `step` counts from one; `out` receives the rounded masters.
 
-    The numbers come from `group` as torch's own step takes them.
+    Hyperparameters are read from `group`, as torch's own step does.
     """
     library = native.library()
     assert library is not None

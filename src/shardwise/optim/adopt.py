@@ -1,7 +1,7 @@
 """Gives the user's optimizer this rank's pieces instead of whole parameters.
 
-The optimizer object, its class, its groups and their hyperparameters stay; only the tensors in `params` change. `step.py` listens
-to its steps.
+The optimizer object, its class, its groups and their hyperparameters stay; only the tensors in `params` change. `step.py` hooks
+into its steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.partition import ParamInfo, Unit
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer itself, if a wrapper that only stands in front of one was given (as Accelerate's)."""
+    """The optimizer inside a wrapper such as Accelerate's, or the optimizer itself if it is not wrapped."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer
     ):
@@ -30,7 +30,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]) -> None:
-    """Refuse an optimizer that is not the model's, has stepped, or cannot update pieces."""
+    """Raise if the optimizer is not the model's, has stepped, or cannot update pieces."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed.")
     known = {id(info.param) for info in infos}
@@ -50,9 +50,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]
 
 
 class Adopted:
-    """The user's optimizer, which updates pieces: which parameter is in which group, and every step announced.
+    """The user's optimizer with pieces as parameters. Knows which parameter is in which group, and hooks into every step.
 
-    `mark` says whose pieces these are; a state dict carries it.
+    `mark` identifies the rank and run of these pieces; state dicts contain it.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Adopted:
         take_over: Callable[[torch.optim.Optimizer], StreamedUpdate | None],
         mark: dict[str, Any],
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)  # the optimizer's hooks hold this
+        self._optimizer = weakref.ref(optimizer)  # weak: the optimizer's hooks hold this object
         self._listener = listener
         self._owner = units[0].owner
         self._mark = mark
-        self._group_of: dict[tuple[int, int], int] = {}  # by Unit and slot, frozen parameters included
-        self._pieces: set[int] = set()  # what groups may hold, by id
+        self._group_of: dict[tuple[int, int], int] = {}  # group number by Unit and slot, also of frozen parameters
+        self._pieces: set[int] = set()  # ids of the pieces that groups may hold
         numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         places = {(unit.index, slot): numbers.get(id(p)) for unit in units for slot, p in enumerate(unit.params)}
         self._group_of = {place: number for place, number in places.items() if number is not None}
@@ -92,8 +92,8 @@ class Adopted:
         optimizer.register_state_dict_post_hook(self._after_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.zero_grad = types.MethodType(_ZeroGrad(self), optimizer)  # type: ignore[method-assign]
-        # torch.amp.GradScaler asks for this before it decides, rank by rank, whether to step; see `_refuse_stock_scaler`. A rank
-        # alone whose gradients are in memory may use it.
+        # With this flag torch.amp.GradScaler always calls step(), where `_refuse_stock_scaler` raises, instead of deciding on
+        # each rank whether to step. A single rank whose gradients are in memory may use torch's scaler.
         self._refuses_scalers = mark["world_size"] > 1 or self._stream is not None
         if self._refuses_scalers:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ class Adopted:
         return master
 
     def add(self, unit: Unit) -> None:
-        """A Unit that was frozen has pieces now: they join the groups that listed its parameters."""
+        """Add the pieces of a Unit that was unfrozen to the groups that listed its parameters."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._step.recover(optimizer)
@@ -117,7 +117,7 @@ class Adopted:
     # -- groups -----------------------------------------------------------------------------------------------
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step is about to begin."""
+        """Before each step, refuse torch's own scaler and replace new parameters by pieces."""
         self._refuse_stock_scaler(optimizer)
         self._take_new_groups(optimizer)
 
@@ -130,7 +130,7 @@ class Adopted:
             )
 
     def _take_new_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters that `add_param_group` brought since the last step."""
+        """Replace parameters that `add_param_group` added since the last step by their pieces."""
         for number, group in enumerate(optimizer.param_groups):
             if all(id(param) in self._pieces for param in group["params"]):
                 continue
@@ -166,7 +166,7 @@ class Adopted:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:
         """`optimizer.zero_grad()` was called."""
-        is_stepping = self._step.is_running  # a closure calls it
+        is_stepping = self._step.is_running  # True if a closure calls this
         self._step.open()
         try:
             type(optimizer).zero_grad(optimizer, set_to_none=set_to_none)
@@ -177,7 +177,7 @@ class Adopted:
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         self._step.recover(optimizer)
         for param in [param for param in optimizer.state if id(param) not in self._pieces and not optimizer.state[param]]:
-            del optimizer.state[param]  # somebody asked for the state of a whole parameter, which made an entry
+            del optimizer.state[param]  # made when user code read the state of a whole parameter
         if self._stream is not None and self._stream.has_states:
             raise _not_in_optimizer(optimizer)
 
@@ -209,7 +209,7 @@ _MARK = "shardwise"
 
 
 class _ZeroGrad:
-    """`optimizer.zero_grad()`, which also forgets gradients of which this rank owns no piece."""
+    """Replaces `optimizer.zero_grad()`: also clears gradients of which this rank owns no piece."""
 
     def __init__(self, adopted: Adopted) -> None:
         self._adopted = adopted
@@ -237,7 +237,7 @@ def _long_states(param: torch.Tensor, state: dict[str, Any]) -> list[torch.Tenso
 
 
 def num_moments(optimizer: torch.optim.Optimizer | None) -> int:
-    """How many piece-long states each parameter will have: known for torch's own optimizers, else read off the state."""
+    """How many states as long as its piece each parameter will have: known for torch's optimizers, else counted."""
     if optimizer is None:
         return 0
     group = optimizer.param_groups[0] if optimizer.param_groups else {}

@@ -1,8 +1,8 @@
 """May this optimizer update flat pieces of parameters? Decided by trying it on small ones.
 
 An element-wise optimizer gives every element the same value whether one optimizer updates all parameters or every rank's own
-optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares; names are consulted only to
-give a better reason.
+optimizer updates its pieces. The trial runs a few steps both ways, with all groups, and compares. The optimizer's name is used
+only for a better error message.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def clone_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Param
         if name.startswith("_optimizer_"):
             setattr(clone, name, type(vars(optimizer)[name])())
     clone.state = defaultdict(dict)
-    # Some optimizers make their states when they are built; those of a stepped one are not fresh any more, but
-    # Adagrad's, the only one of torch's that does this, are known from its hyperparameters.
+    # Some optimizers make their states when they are built. After a step these are no longer fresh and cannot be copied.
+    # Of torch's optimizers only Adagrad does this, and its fresh states follow from its hyperparameters.
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         for param in params:
             if optimizer.state and not has_stepped(optimizer):
@@ -55,12 +55,12 @@ def clone_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Param
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any state is more than what some optimizers make when they are built (a step count of zero beside it)."""
+    """Whether the optimizer has stepped. Some make states when they are built; those have a step count of zero."""
     return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
 
 
 def fresh_state(param: torch.Tensor, state: dict[str, Any], new: torch.Tensor) -> dict[str, Any]:
-    """The state an optimizer that has not stepped would have for another parameter."""
+    """The state that an optimizer which has not stepped would have for parameter `new`, from its `state` for `param`."""
     return {
         key: torch.full_like(new, float(value.flatten()[0]))
         if isinstance(value, torch.Tensor) and value.shape == param.shape and value.numel()
@@ -97,16 +97,16 @@ def _refused(name: str, reason: str) -> OptimizerError:
 
 
 _SHAPES = ((6, 8), (5,), (4, 3))
-"""Of the trial's parameters, in every group."""
+"""Shapes of the trial's parameters, in every group."""
 
 
 def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
-    """Train small parameters by one optimizer and, cut as between two ranks, by two; the largest difference, None if none."""
+    """Train small parameters by one optimizer and, split over two ranks, by two; return the largest difference or None."""
     generator = torch.Generator().manual_seed(0)
     num_groups = len(optimizer.param_groups)
     starts = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(num_groups)]
     whole = [[nn.Parameter(start.clone()) for start in group] for group in starts]
-    # As in a Unit: the parameters end to end, the first half of the elements here, the rest there.
+    # As in a Unit: the parameters end to end, the first half of the elements on rank 0, the rest on rank 1.
     halves = [[_cut(start, rank) for start in group] for rank in range(2) for group in starts]
     ranks = [halves[:num_groups], halves[num_groups:]]
     optimizers = [clone_optimizer(optimizer, whole)]
@@ -114,11 +114,11 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
     for clone in optimizers:
         for group in clone.param_groups:
             if "lr" in group:
-                group["lr"] = 0.1  # the user's may be too small for a difference to show
-    for exponent in (0, 4, -1)[:_STEPS]:  # the large one for statistics that act above a limit only
+                group["lr"] = 0.1  # the user's may be too small to show a difference
+    for exponent in (0, 4, -1)[:_STEPS]:  # large gradients show optimizers that clip above a limit
         for number, params in enumerate(whole):
             for position, param in enumerate(params):
-                # Groups have gradients of different sizes, so that a norm over all of them differs from one over some.
+                # Groups have gradients of different sizes, so that a norm over all groups differs from one over some.
                 grad = torch.randn(param.shape, generator=generator) * 10.0 ** (exponent - number % 3)
                 param.grad = grad
                 for groups in ranks:
@@ -138,7 +138,7 @@ def _largest_difference(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def _cut(start: torch.Tensor, rank: int) -> nn.Parameter:
-    """A rank's part of a parameter: of the first shape some to each, of the second all to one, of the third all to the other."""
+    """A rank's part of a parameter: the first shape is split, the second is all on rank 0, the third all on rank 1."""
     middle = {48: 21, 5: 5, 12: 0}[start.numel()]
     flat = start.reshape(-1)
     return nn.Parameter((flat[:middle] if rank == 0 else flat[middle:]).clone())

@@ -1,7 +1,7 @@
-"""What the optimizer's groups hold outside a step: this rank's pieces, which nobody should take for parameters.
+"""Outside a step the optimizer's groups hold this rank's pieces, and user code must not treat these as whole parameters.
 
-A norm, a clipped gradient or a value written through them would be this rank's alone, and ranks would go different ways. During a
-step the pieces are ordinary parameters.
+A norm, a clipped gradient or a written value would concern this rank only, and ranks would diverge. During a step the pieces are
+ordinary parameters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardwise.partition import METADATA, name_of, own_grad, set_own_grad
 
 
 class GuardedPiece(nn.Parameter):
-    """A piece of a parameter between two steps: shape, dtype and flags are answered, anything else is refused."""
+    """A piece of a parameter between two steps: shape, dtype and flags can be read, anything else raises."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None before a backward; else refused, because it is one piece of a reduced gradient."""
+        """None if there is no gradient; else raises, because it is only a piece of the reduced gradient."""
         if own_grad(self) is not None:
             raise _refusal(".grad")
         return None
@@ -33,7 +33,7 @@ class GuardedPiece(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer questions about metadata."""
+        """Allow reading metadata; raise for anything else."""
         name = name_of(func)
         if name not in METADATA:
             raise _refusal(name)

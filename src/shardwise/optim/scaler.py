@@ -1,7 +1,7 @@
-"""Loss scaling for fp16 in torch's own words: a `torch.amp.GradScaler` whose ranks decide together.
+"""Loss scaling for fp16: a `torch.amp.GradScaler` whose ranks decide together.
 
-Handed out by the run. `scale`, `unscale_`, `step`, `update` and `state_dict` are torch's; what differs is that gradients are
-unscaled where they live (also on disk) and that an overflow on one rank is an overflow on all.
+Users get it as `run.scaler`. `scale`, `unscale_`, `step`, `update` and `state_dict` are used as in torch. What differs: gradients
+are unscaled where they live (also on disk), and an overflow on one rank is an overflow on all.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from shardwise.config import LossScale
 
 
 class Scaled(Protocol):
-    """The gradients that a scaler works on: the runtime's."""
+    """What a scaler needs of the gradients. The runtime implements it."""
 
     def scaled(self) -> None:
-        """A scaled loss is being run backward."""
+        """The backward of a scaled loss has begun."""
 
     def unscale(self, factor: float) -> bool:
-        """Multiply all reduced gradients by `factor`; whether all of them, on all ranks, are finite."""
+        """Multiply all reduced gradients by `factor`; return whether they are finite on all ranks."""
 
     def skip_step(self) -> None:
-        """The step is left out because of an overflow."""
+        """The step is skipped because of an overflow."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         self._optimizer = optimizer
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or losses, by the scale; their backward is known to be scaled."""
+        """Multiply a loss, or losses, by the scale; the runtime is told when their backward begins."""
         scaled = super().scale(outputs)
         if self._enabled:
             self._watch(scaled)
@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         return {found_inf.device: torch.full_like(found_inf, 0.0 if is_finite else 1.0)}
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the scale out of the gradients, and find out whether any rank's overflowed."""
+        """Divide the gradients by the scale, and check whether any rank's overflowed."""
         super().unscale_(self._own(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -78,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer = self._own(optimizer)
         if not self._enabled or optimizer is not self._optimizer:
             return super().step(optimizer, *args, **kwargs)
-        # torch hands an overflow on to optimizers that say they can deal with it; here the decision is made for all alike.
+        # With the flag off, torch itself skips the step after an overflow instead of leaving that to the optimizer.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         try:
             taken = self._num_overflows(optimizer)
@@ -94,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         return float(sum(flag.item() for flag in found.values()))
 
     def _own(self, optimizer: Any) -> Any:
-        """The sharded optimizer, if a wrapper around it was given."""
+        """The sharded optimizer, if `optimizer` is a wrapper around it; else `optimizer`."""
         return self._optimizer if getattr(optimizer, "optimizer", None) is self._optimizer else optimizer
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where the states of a set of Units live, and how they are cut for streaming.
+"""Where do the states of a set of Units live, and how are they split into portions for streaming?
 
 A Region is a set of Units whose vectors have the same dtypes. Each kind of their states is either in memory, Unit by Unit, or on
 a Shelf. Element numbers are the same in all of a Region's shelves.
@@ -16,21 +16,21 @@ from shardwise.tiers import QUANTUM, Shelf, whole_quanta
 
 
 def was_zeroed(placeholder: torch.Tensor) -> bool:
-    """Whether what stands for a gradient on disk was written to: only `zero_grad(set_to_none=False)` does that."""
+    """Whether the placeholder of an offloaded gradient was written to. Only `zero_grad(set_to_none=False)` does that."""
     return placeholder._version > 0
 
 
 @dataclasses.dataclass
 class Region:
-    """Units of the same dtypes, and the shelves of what is offloaded."""
+    """Units of the same dtypes, and the shelves of their offloaded states."""
 
     blueprints: Sequence[Blueprint]
     param: Shelf | None = None
-    """Stored parameters; they are the masters too if those have no memory of their own."""
+    """Stored parameters. They are also the masters, if there are no separate ones."""
     master: Shelf | None = None
     grad: Shelf | None = None
     moments: dict[str, Shelf] = dataclasses.field(default_factory=dict)
-    """Piece-long optimizer states by name."""
+    """Optimizer states that are as long as their piece, by name."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +39,7 @@ class Region:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether masters are kept beside the stored parameters."""
+        """Whether masters are separate from the stored parameters."""
         return self.blueprints[0].has_own_master
 
     @property
@@ -49,13 +49,13 @@ class Region:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Elements of each Unit on this rank."""
+        """Number of elements of each Unit that this rank updates."""
         return {unit.index: unit.span.numel for unit in self.blueprints}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Elements [low, high) of one Unit's span, from element `at` of a portion on."""
+    """Elements [low, high) of one Unit's span; in the portion they start at element `at`."""
 
     unit: Unit
     low: int
@@ -63,7 +63,7 @@ class Run:
     at: int
 
     def parts(self) -> Iterator[tuple[int, UpdatePiece, int, int]]:
-        """(number of the piece, the piece, first and last element in the span) for every piece that reaches in."""
+        """(number of the piece, the piece, low, high) for every piece with elements in this run: [low, high) of the span."""
         for number, update in enumerate(self.unit.pieces):
             start = update.piece.shard_start
             low, high = max(start, self.low), min(start + update.piece.numel, self.high)
@@ -81,7 +81,7 @@ class Portion:
 
 
 def cut(units: Sequence[Unit], most_numel: int) -> list[Portion]:
-    """Portions of at most `most_numel` elements (whole quanta), in order: large Units in parts, small ones together."""
+    """Split Units, in order, into portions of at most `most_numel` elements (whole quanta). Small Units share a portion."""
     limit = max(most_numel // QUANTUM, 1) * QUANTUM
     found: list[Portion] = []
     runs: list[Run] = []

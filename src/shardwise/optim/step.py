@@ -1,6 +1,6 @@
-"""Listens to the steps of the user's optimizer: announces each, lets it use the pieces, and runs a streamed update in its place.
+"""Hooks on the user's `optimizer.step()`: they tell the runtime, unguard the pieces, and run a streamed update if there is one.
 
-A step is whatever the optimizer's own hooks report. The pieces are guarded outside (`guarded.py`) and ordinary parameters inside.
+Outside a step the pieces are guarded (`guarded.py`); inside they are ordinary parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.optim.guarded import GuardedPiece
 
 
 class StreamedUpdate(Protocol):
-    """Stands in for the body of a step."""
+    """Runs in place of the body of a step."""
 
     @property
     def has_states(self) -> bool:
@@ -28,7 +28,7 @@ class StreamedUpdate(Protocol):
 
 
 class StepListener(Protocol):
-    """Who is told about an optimizer's steps: the runtime."""
+    """Is told about an optimizer's steps. The runtime implements it."""
 
     def before_step(self, has_closure: bool = False) -> None:
         """The optimizer is about to update."""
@@ -44,19 +44,19 @@ class StepListener(Protocol):
 
 
 class Step:
-    """The steps of one optimizer, which may call themselves (a subclass's calls its parent's) or be cut short."""
+    """The steps of one optimizer. A step may be nested (a subclass's calls its parent's) or end with an error."""
 
     def __init__(
         self, listener: StepListener, stream: StreamedUpdate | None, *, is_guarded: bool, prepare: Callable[[Any], None]
     ) -> None:
-        """`stream`: updates in place of the step's body. `prepare(optimizer)` runs before a step is announced."""
+        """`stream` runs in place of the step's body. `prepare(optimizer)` runs before the listener is told."""
         self._listener = listener
         self._stream = stream
         self._is_guarded = is_guarded
         self._prepare = prepare
         self._pieces: list[nn.Parameter] = []
         self._outermost: FrameType | None = None  # the call of step() that is running
-        self._params: list[list[nn.Parameter]] | None = None  # of every group, while the body of a streamed step runs
+        self._params: list[list[nn.Parameter]] | None = None  # every group's own, while the body of a streamed step runs
 
     @property
     def is_running(self) -> bool:
@@ -64,23 +64,23 @@ class Step:
         return self._outermost is not None
 
     def guard(self, piece: nn.Parameter) -> None:
-        """Let nobody but the optimizer itself use a piece."""
+        """Guard a piece: only a step may use it."""
         self._pieces.append(piece)
         if self._is_guarded:
             piece.__class__ = GuardedPiece
 
     def open(self, *, is_open: bool = True) -> None:
-        """Let everybody use the pieces, or nobody."""
+        """Make the pieces ordinary parameters, or guard them again."""
         if self._is_guarded:
             wanted = nn.Parameter if is_open else GuardedPiece
             for piece in self._pieces:
                 piece.__class__ = wanted
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The optimizer's step begins."""
+        """Pre-hook of the optimizer's step."""
         caller = sys._getframe(1)
         if self._outermost is not None and _is_above(self._outermost, caller):
-            return None  # a subclass's step calls its parent's, which announces itself too
+            return None  # a subclass's step calls its parent's, which calls this hook again
         self.recover(optimizer)
         self._prepare(optimizer)
         closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -103,7 +103,7 @@ class Step:
         return (args[0],), {**kwargs, "closure": followed}
 
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer's step ends. A streamed update runs here: the body before it had nothing to do."""
+        """Post-hook of the optimizer's step. A streamed update runs here: the body was given no parameters."""
         if sys._getframe(1) is not self._outermost:
             return
         self._show(optimizer)
@@ -114,7 +114,7 @@ class Step:
         self._listener.after_step()
 
     def recover(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that raised in its middle, in its body or in another hook, never came to its end."""
+        """Clean up after a step that raised, in its body or in another hook, so that `end` was not called."""
         self._show(optimizer)
         self.open(is_open=False)
         self._outermost = None
@@ -133,7 +133,7 @@ class Step:
 
 
 def _is_above(frame: FrameType, below: FrameType | None) -> bool:
-    """Whether a call is still running, seen from one that runs now."""
+    """Whether `frame` is `below` or one of its callers."""
     while below is not None:
         if below is frame:
             return True

@@ -1,7 +1,7 @@
-"""The streamed step: fetch portion i + 1, update portion i, write portion i - 1 back, all at once.
+"""The streamed step: while portion i is updated, portion i + 1 is fetched and portion i - 1 is written back.
 
-Stands in for the body of the user's `optimizer.step()`. Adam and AdamW use the native kernel; any other element-wise optimizer
-runs its own step on each portion, with the states it asked for. Hyperparameters are the groups' own at the time of the step.
+Runs in place of the body of the user's `optimizer.step()`. Fused Adam and AdamW use the native kernel; any other element-wise
+optimizer runs its own step on each portion, with that portion's states. Hyperparameters are read from the groups at every step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NUM_SETS = 3
 """Sets of buffers: one is fetched into, one updated, one written back."""
 MEAN, SQUARE = "exp_avg", "exp_avg_sq"
 Key = tuple[int, int, int]
-"""Unit, piece and first element: what a part of a piece is known by from step to step."""
+"""Unit, piece and first element: identifies a part of a piece from step to step."""
 
 
 def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
     """Names and dtypes of the states that are as long as their parameter, found by a trial.
 
-    Raises OptimizerError if two parameters that are updated by two calls of the step's body, as portions are, come out otherwise
-    than by one: an optimizer that counts its calls would.
+    Raises OptimizerError if updating two parameters in two calls of the step's body, as portions are, gives other values than
+    updating them in one call. That happens if the optimizer counts its calls.
     """
     found: dict[str, torch.dtype] = {}
     for group in range(len(optimizer.param_groups)):
@@ -40,8 +40,8 @@ def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
         found |= together[0]
         if not all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True)):
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot stream: updating parameters in two calls of step() gave other "
-                "values than in one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
+                f"{type(optimizer).__name__} cannot stream: updating parameters in two calls of step() gave other values than in "
+                "one. It may count its own calls; a count per parameter (optimizer.state) would do. Leave optimizer='device'."
             )
     return found
 
@@ -49,12 +49,15 @@ def long_states(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
 def _trial(
     optimizer: torch.optim.Optimizer, group: int, calls: Sequence[tuple[int, ...]]
 ) -> tuple[dict[str, torch.dtype], list[nn.Parameter]]:
-    """Three steps of two small parameters of a group, `calls` of them at a time: the long states of the first, and both."""
+    """Run three steps on two small parameters of a group; each step calls the optimizer once per entry of `calls`.
+
+    Returns the dtypes of the first parameter's long states, and both parameters.
+    """
     params = [nn.Parameter(torch.linspace(-1.0, 1.0, 7) + number) for number in range(2)]
     trial = clone_optimizer(optimizer, [list(params) if n == group else [] for n in range(len(optimizer.param_groups))])
     mine = trial.param_groups[group]
     if "lr" in mine:
-        mine["lr"] = 0.1  # the user's may be zero now, in a warm-up
+        mine["lr"] = 0.1  # the user's may be zero now, during warm-up
     for step in range(3):
         for chosen in calls:
             mine["params"] = [params[number] for number in chosen]
@@ -67,7 +70,7 @@ def _trial(
 
 
 class _Set:
-    """Host memory for one portion of a Region: buffers for what is on disk, and shelves that are in host memory themselves."""
+    """Host memory for one portion of a Region: buffers for shelves on disk; shelves in host memory are used directly."""
 
     def __init__(self) -> None:
         self.buffers: dict[int, Buffer] = {}
@@ -83,7 +86,7 @@ class _Set:
         return self.buffers[id(shelf)].as_vector(shelf.dtype, portion.numel)
 
     def wait(self) -> None:
-        """Return when nothing moves any more; raise the first error then."""
+        """Wait for all transfers; then raise the first error, if any."""
         failed: DiskError | None = None
         while self.tickets:
             try:
@@ -111,7 +114,7 @@ class StreamedStep:
     ) -> None:
         """`states` are the optimizer's long states, as `long_states` found them.
 
-        `grad_factors` says what gradients that are fetched are multiplied by, by Unit.
+        `grad_factors` maps a Unit to the factors that its gradients are multiplied by after they are fetched.
         """
         self._optimizer = optimizer
         self._regions = regions
@@ -119,16 +122,16 @@ class StreamedStep:
         self._ledger = ledger
         self.states = states
         self.buffer_bytes = 0
-        """Of all sets together, at most so far; `step_bytes` and the number of vectors on disk decide it, not the model."""
+        """Peak of all sets together. It depends on `step_bytes` and the number of vectors on disk, not on the model's size."""
         self._portions = [
             cut([units[b.index] for b in region.blueprints], step_bytes // region.dtype.itemsize) for region in regions
         ]
         self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
-        self._group_of: dict[int, int] = {}  # by piece; what no group has is not updated
-        self._small: dict[Key, dict[str, Any]] = {}  # states that are not as long as their piece; there once a part has any
+        self._group_of: dict[int, int] = {}  # by piece; pieces in no group are not updated
+        self._small: dict[Key, dict[str, Any]] = {}  # states shorter than their piece, of parts that were updated
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # long states in memory, by Unit
         self._templates: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        for piece, state in list(optimizer.state.items()):  # made when the optimizer was built: one element is pattern enough
+        for piece, state in list(optimizer.state.items()):  # made with the optimizer: one element is kept as a template
             pattern = torch.zeros(1, dtype=piece.dtype)
             self._templates[id(piece)] = (pattern, fresh_state(piece, state, pattern))
             del optimizer.state[piece]
@@ -140,7 +143,7 @@ class StreamedStep:
         return bool(self._small)
 
     def __call__(self) -> None:
-        """One step."""
+        """Update everything that has a gradient."""
         groups = self._optimizer.param_groups
         self._group_of = {id(piece): number for number, group in enumerate(groups) for piece in group["params"]}
         for region, portions in zip(self._regions, self._portions, strict=True):
@@ -170,7 +173,7 @@ class StreamedStep:
             for held in sets:
                 held.wait()
         finally:
-            for held in sets:  # also after an error: nothing may still be moving when the buffers are lent again
+            for held in sets:  # also after an error: all transfers must end before the buffers are borrowed again
                 with contextlib.suppress(DiskError):
                     held.wait()
                 for buffer in held.buffers.values():
@@ -190,7 +193,7 @@ class StreamedStep:
         return reads, writes
 
     def _fetch(self, held: _Set, portion: Portion, reads: Sequence[DiskShelf]) -> None:
-        held.wait()  # what was written from these buffers
+        held.wait()  # for writes from these buffers
         held.tickets = [shelf.read(held.vector(shelf, portion), portion.start) for shelf in reads]
 
     # -- one portion ------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class StreamedStep:
 
     @staticmethod
     def _round(region: Region, param: Shelf, portion: Portion, held: _Set) -> None:
-        """Stored parameters that are away from their masters: all of the portion, since all of it is written."""
+        """Round masters into the offloaded parameters: the whole portion, because all of it is written."""
         stored = held.vector(param, portion)
         if region.master is not None:
             stored.copy_(held.vector(region.master, portion))
@@ -241,12 +244,12 @@ class StreamedStep:
             square.zero_()
         small["step"] += 1
         *first, last = self._grad_factors.get(part.unit.index, ()) or (1.0,)
-        for factor in first:  # clipped more than once
+        for factor in first:  # gradients were clipped more than once
             part.grad.mul_(factor)
         adam.update(group, small["step"], part.master, mean, square, part.grad, out=part.stored, grad_scale=last)
 
     def _update_by_torch(self, parts: Sequence[_Part]) -> None:
-        """The optimizer's own step on parameters that are these parts, with their states."""
+        """Run the optimizer's own step on these parts as if they were its parameters, with their states."""
         optimizer = self._optimizer
         groups = optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -277,7 +280,7 @@ class StreamedStep:
         return {} if template is None else fresh_state(*template, param)
 
     def _keep(self, part: _Part, param: nn.Parameter, state: dict[str, Any]) -> None:
-        """Put the long states where they live; the others are small and stay."""
+        """Copy the long states to their shelf or memory; keep the small ones here."""
         small = {}
         for name, value in state.items():
             if not (isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim()):
@@ -294,15 +297,15 @@ class StreamedStep:
         self._small[part.key] = small
 
     def small_states(self, unit: Unit, number: int) -> dict[str, Any] | None:
-        """States of a piece that are not as long as it, such as its step count; None before its first update.
+        """States of a piece that are shorter than it, such as its step count; None before its first update.
 
-        The parts that a piece is updated in have the same ones.
+        They are the same for all parts in which the piece is updated.
         """
         return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
 
     @contextlib.contextmanager
     def on_host(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
-        """A long state of a Unit in host memory, as long as its span, for reading."""
+        """Borrow a long state of a Unit, as long as its span, in host memory. For reading only."""
         shelf = next((r.moments.get(name) for r in self._regions if unit.index in r.lengths), None)
         if shelf is None:
             yield self.kept(unit, name)
@@ -320,7 +323,7 @@ class StreamedStep:
 
 
 class _Part:
-    """One piece's part of a portion: where its vectors are now."""
+    """The part of a piece that is in a portion, with views of its vectors."""
 
     def __init__(
         self,
@@ -348,7 +351,7 @@ class _Part:
         else:
             self.grad = update.grad[low - own : high - own].to(self.master.device)
         self.stored = self._stored() if step.is_native else None
-        """Where the kernel may round the new masters to, if the stored parameters are in memory and beside them."""
+        """Where the native kernel writes the rounded masters: the stored parameters, if in the same memory; else None."""
 
     def _stored(self) -> torch.Tensor | None:
         unit = self.unit

@@ -78,6 +78,8 @@ class Unit:
         vector that shows every rank's shard, if there is one. `spare_pages`: where its pages come from and go to.
         """
         self.blueprint = blueprint
+        self.index = blueprint.index
+        """Its number; the tag of its operations."""
         self.module = module
         self.params = list(params)
         self.owner = owner
@@ -100,11 +102,6 @@ class Unit:
         self.master, self.pieces = self._allocate_master()
 
     # -- identity ---------------------------------------------------------------------------------------------
-
-    @property
-    def index(self) -> int:
-        """Its number; the tag of its operations."""
-        return self.blueprint.index
 
     @property
     def name(self) -> str:
@@ -179,6 +176,11 @@ class Unit:
         whole = master if master.numel() else torch.full((), float("nan"), dtype=dtype, device=device).expand(span.numel)
         pieces = self.layout.all_pieces() if span.numel == self.layout.numel else self.layout.pieces(self.rank)
         return master, tuple(UpdatePiece(p, nn.Parameter(whole[p.shard_start : p.shard_start + p.numel])) for p in pieces)
+
+    def renumber(self, index: int) -> None:
+        """Ranks that have built their Units in different orders agree on their numbers."""
+        self.blueprint = dataclasses.replace(self.blueprint, index=index)
+        self.index = index
 
     def thaw(self) -> None:
         """Make a Unit that was frozen trainable: masters begin with the stored values."""

@@ -1,10 +1,10 @@
 """What would happen?
 
 Public names: `plan_memory`, `MemoryPlan`, `UnitSize` (bytes per rank and kind for a stage), `gpt_activation_bytes`;
-`predict_run`, `admission` (the same for a model at hand, and whether it fits);
+`predict_run`, `admission` (the same for a given model, and whether it fits);
 `Probe`, `probe`, `keep_probe`, `cached_probe` (what this machine can do, measured).
 
-Invariant: formulas here are the ones the documentation states and the tests hold measurements to.
+Invariant: these are the formulas that the documentation states, and tests compare measurements with them.
 """
 
 from shardwise.planner.memory import MemoryPlan, UnitSize, gpt_activation_bytes, plan_memory

@@ -1,6 +1,6 @@
-"""The memory formula as product code: bytes per rank and kind, from sizes alone.
+"""How much memory does a rank need? The formula: bytes per rank and kind, from sizes alone.
 
-The report prints it beside what was measured and the tests hold the measurement to it. Pure arithmetic: no tensors.
+The report prints predicted and measured bytes, and tests compare them. Pure arithmetic: no tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class UnitSize:
     master_itemsize: int
     is_trainable: bool = True
     gathers_in_place: bool = False
-    """Gathering takes no memory: the full vector shows the ranks' shards where they lie."""
+    """Gathering needs no memory: the full vector is an overlay of the ranks' shards."""
     shared_numel: int = 0
-    """Elements of the largest parameter that several modules use: autograd adds up its gradients whole."""
+    """Elements of the largest parameter that several modules use: autograd holds its gradients while it adds them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Everything at once: what one rank needs beside the interpreter and its libraries."""
+        """The sum of all kinds: what one rank needs in addition to the interpreter and its libraries."""
         return self.param + self.master + self.grad + self.moment + self.buffer + self.activation
 
     def by_kind(self) -> dict[str, int]:
@@ -68,11 +68,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of memory per rank for a stage.
 
-    Parameters are whole below stage 3. Masters cost bytes only where they are not the stored parameters themselves.
-    Gradients are the reduced span plus the local ones on their way: all of them below stage 2, a few Units from there on,
-    and two more of a parameter that several modules use: autograd keeps both parts while it forms their sum. What is `offloaded`
-    ('params', 'grads', 'optimizer') costs only the buffers it passes through. `accumulates`: local gradients are summed over
-    several backwards, so all of them are kept.
+    Parameters are full below stage 3. Masters need memory only where they are separate from the stored parameters. Gradients
+    are the reduced span plus the local gradients that are not reduced yet: all of them below stage 2, a few buckets from there
+    on. Two more are counted for a parameter that several modules use: autograd keeps both parts while it forms their sum. What is
+    `offloaded` ('params', 'grads', 'optimizer') needs only buffers. `accumulates`: local gradients are summed over several
+    backwards, so all of them are kept.
     """
     row = STAGES[stage]
     trainable = [u for u in units if u.is_trainable]
@@ -108,7 +108,7 @@ def _has_own_master(unit: UnitSize, span_numel: int) -> bool:
 
 
 def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
-    """Local gradients that are alive at once: of so many neighbouring buckets in the order of the backward, None for all."""
+    """Bytes of local gradients in memory at once: the largest `num_buckets` buckets in a row, in backward order; None: all."""
     units = list(reversed(trainable))
     if num_buckets is None:
         return sum(u.full_numel * u.compute_itemsize for u in units)
@@ -119,11 +119,11 @@ def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
 
 
 def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, offloaded: Collection[str], step_bytes: int) -> int:
-    """Buffers that vectors pass through to and from disk: those of a step, or those of gradients if they are more."""
+    """Bytes of the buffers for transfers to and from disk: those of a step, or those of gradients if they are more."""
     vectors: float = num_moments if "optimizer" in offloaded else 0
     vectors += "grads" in offloaded
     vectors += "params" in offloaded or (has_masters and "optimizer" in offloaded)
-    vectors += 0.5 if has_masters and "params" in offloaded else 0  # rounded copies go out beside the masters
+    vectors += 0.5 if has_masters and "params" in offloaded else 0  # rounded parameters are written in addition to masters
     step = int(NUM_SETS * vectors * min(step_bytes, sum(spans)))
     if "grads" not in offloaded:
         return step
@@ -132,7 +132,7 @@ def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, of
 
 
 def _largest_chain(units: Sequence[UnitSize]) -> int:
-    """Units are open together when one is opened at or above the other's place in the tree."""
+    """Bytes of the largest set of Units gathered together: a Unit stays gathered while modules below it run."""
     sizes = [(u.path, 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize) for u in units]
     return max(
         sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + ".")) for deepest, _ in sizes

@@ -1,4 +1,4 @@
-"""The memory formula for a model that is being sharded, or that was: what its Blueprints say, and whether it fits a budget."""
+"""How much memory does this model need, and does it fit a budget? Applies the memory formula to a model's Blueprints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def predict_memory(
     prefetch_bytes: int,
     accumulates: bool = False,
 ) -> MemoryPlan:
-    """The formula for these Units; `overlaid`: which of them are gathered in place (default: none)."""
+    """Apply the formula to these Units; `overlaid` says which of them are overlays (default: none)."""
     sizes = [
         UnitSize(
             path=unit.path,
@@ -58,7 +58,7 @@ def predict_memory(
 def predict_run(
     config: ShardConfig, runtime: Runtime, optimizer: torch.optim.Optimizer | None, activation_bytes: int
 ) -> MemoryPlan:
-    """The formula for a model that is sharded."""
+    """Apply the formula to a model that is sharded."""
     runner = runtime.gathering.runner
     return predict_memory(
         config,
@@ -73,12 +73,12 @@ def predict_run(
 
 
 def admission(config: ShardConfig, optimizer: torch.optim.Optimizer | None) -> Callable[[Sequence[Blueprint]], None]:
-    """Refuses, before anything is changed, what a budget of host memory cannot hold."""
+    """Return a check that raises, before anything is changed, if the model exceeds the budget of host memory."""
     budget = config.offload.host_bytes
 
     def admit(blueprints: Sequence[Blueprint]) -> None:
         if budget is None or blueprints[0].device.type != "cpu":
-            return  # beside an accelerator the ledger refuses what the host cannot hold, as it is reserved
+            return  # with an accelerator the ledger checks the budget when host memory is reserved
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if budget > physical:
             raise MemoryBudgetError(
@@ -105,7 +105,7 @@ def admission(config: ShardConfig, optimizer: torch.optim.Optimizer | None) -> C
 
 
 def _exchange_bytes(config: ShardConfig, blueprints: Sequence[Blueprint]) -> int:
-    """A rank alone needs no larger exchange buffer than its largest gradient."""
+    """Bytes of exchange buffers. A single rank needs none larger than its largest gradient."""
     if blueprints[0].layout.num_shards > 1:
         return config.exchange_bytes
     return min(config.exchange_bytes, max(unit.layout.shard_numel * unit.dtypes.reduce.itemsize for unit in blueprints))

@@ -1,6 +1,6 @@
-"""What this machine can do, measured once and kept: copies, matrix products, disk.
+"""What can this machine do? Measures copies, matrix products and disk once, and keeps the result.
 
-A few seconds of work. The result is kept in the user's cache directory, by host, and read back by `cached_probe`.
+Takes a few seconds. The result is kept in the user's cache directory, by host, and read back by `cached_probe`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Bandwidths in bytes per second, products in floating operations per second."""
+    """Bandwidths in bytes per second, matrix products in floating-point operations per second."""
 
     host: str
     kernels: str
@@ -39,10 +39,10 @@ class Probe:
     disk_path: str
     disk_is_direct: bool
     disk_read: dict[str, float]
-    """By block size."""
+    """By block size in bytes."""
     disk_write: dict[str, float]
     products: dict[str, float]
-    """Of square matrices, by dtype."""
+    """Products of square matrices, by dtype."""
     links: dict[str, float] = dataclasses.field(default_factory=dict)
     """Bytes per second that one of two local ranks receives in a gather, by transport."""
 
@@ -63,7 +63,7 @@ def probe(directory: str | os.PathLike[str]) -> Probe:
 
 
 _PRODUCT_SIZES = {torch.float32: 1024, torch.bfloat16: 256, torch.float16: 256}
-"""16-bit products may be emulated and a hundred times slower: small ones tell."""
+"""Sizes of the matrices. 16-bit products may be emulated and a hundred times slower, so small ones are measured."""
 
 
 def _best(work: Callable[[], object], rounds: int = _ROUNDS) -> float:
@@ -110,7 +110,7 @@ def _cache_path() -> Path:
 
 
 def keep_probe(found: Probe) -> Path:
-    """Write a result where `cached_probe` finds it; whole or not at all."""
+    """Write a result atomically to where `cached_probe` finds it."""
     path = _cache_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}.tmp")

@@ -1,12 +1,12 @@
 """What comes next?
 
-Public names: `Phase` (forward or backward), `Move` (what is brought from where to where), `Trace` (the order of moves), `Plan`
-and `make_plan` (how far ahead to start, pure arithmetic), `Depth` (how many moves ahead, learnt from stalls), `Runner` (starts
-them early).
+Public names: `Phase` (forward or backward), `Move` (what is moved from where to where), `Trace` (the order of moves), `Plan`
+and `make_plan` (how far ahead moves may start, pure arithmetic), `Depth` (how many moves ahead, adapted to stalls), `Runner`
+(starts moves early).
 
-Invariants: a plan is only a hint. A pass that goes another way is served on demand, never raises, and renews the trace. What
-is started early and not yet in use never exceeds the byte budget. Starts depend on the program's order and on what all ranks
-agreed on, never on a clock, so that ranks that run the same program start the same moves in the same order.
+Invariants: a plan is only a hint. A pass that differs from it gets its moves on demand, never raises, and updates the trace.
+Moves that were started and are not in use yet never exceed the byte budget. Starts depend only on the order of the program and
+on values that all ranks agreed on, never on a clock, so ranks that run the same program start the same moves in the same order.
 """
 
 from shardwise.schedule.depth import Depth

@@ -1,28 +1,28 @@
-"""How many Units to start ahead: one more while steps stall, back again if that did not help.
+"""How many moves should start ahead of their use? One more while steps stall, one less again if that did not help.
 
-Fed with stall shares that all ranks agreed on, so that all ranks decide alike.
+Called by the Runner with stall shares that all ranks agreed on, so that all ranks choose the same depth.
 """
 
 from __future__ import annotations
 
 STALL_PERCENT = 2
-"""A smaller share of the step spent waiting for gathers is not worth more memory."""
-_PASSES = 3  # per depth, before it is judged
-_HELPS = 0.9  # a depth is kept if it stalls at most this much of what the depth before it did
+"""The depth grows only if at least this share of the step is spent waiting for gathers."""
+_PASSES = 3  # steps measured at a depth before it is judged
+_HELPS = 0.9  # a larger depth is kept if its stall is at most this fraction of the stall before
 
 
 class Depth:
-    """The present depth, between 1 and `most`."""
+    """The current depth, between 1 and `most`."""
 
     def __init__(self, most: int) -> None:
         self.now = 1
         self._most = max(most, 1)
         self._seen: list[int] = []
-        self._before: float | None = None  # the stall at the depth tried before
+        self._before: float | None = None  # the stall at the depth before, while a larger one is tried
         self._is_settled = False
 
     def observe(self, stall_percent: int) -> bool:
-        """One more step was measured; returns whether the depth changed."""
+        """Record the stall of one step; return whether the depth changed."""
         self._seen.append(stall_percent)
         if len(self._seen) < _PASSES:
             return False
@@ -33,7 +33,7 @@ class Depth:
             self.now -= 1
             return True
         if stall < STALL_PERCENT:
-            self._is_settled, self._before = False, None  # should it stall again some day, look again
+            self._is_settled, self._before = False, None  # if steps stall again later, try larger depths again
             return False
         if self._is_settled or self.now == self._most:
             self._before = None

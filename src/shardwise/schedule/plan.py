@@ -1,4 +1,4 @@
-"""Trace and budget in, plan out. Pure arithmetic."""
+"""How far ahead may each move start? Turns a trace, a byte budget and a depth into a Plan. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Plan:
     backward_at: int
     """Where in `order` the backward begins."""
     reach: tuple[int, ...]
-    """`reach[i]`: positions below this one may have been started when position i - 1 is in use (i = 0: before the first)."""
+    """While move i - 1 is in use (i = 0: before the first), moves before position `reach[i]` may be started."""
 
 
 def make_plan(order: Sequence[Move], backward_at: int, budget_bytes: int, depth: int) -> Plan:
-    """At most `depth` moves ahead of the one in use, and never more than `budget_bytes` of them together.
+    """Allow at most `depth` moves ahead of the one in use, and at most `budget_bytes` for all of them together.
 
-    A move that alone exceeds the budget is not started early, and nothing behind it overtakes it.
+    A move that alone exceeds the budget is not started early, and no later move starts before it.
     """
     reach = []
     for position in range(len(order) + 1):

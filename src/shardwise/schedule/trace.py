@@ -1,4 +1,4 @@
-"""The moves of a step in their order, forward and backward."""
+"""In which order did the last forward and backward need their moves?"""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ class Phase(enum.Enum):
 
 
 class Move(NamedTuple):
-    """Bytes that are brought to where they are used: what, from where, to where, how many."""
+    """Bytes moved to where they are used: what, from where, to where, how many."""
 
     what: int
-    """A Unit's number."""
+    """Index of a Unit."""
     source: str
-    """'shards' if ranks hold them, else the tier that shards are fetched from first."""
+    """'shards' if the ranks' shards are on the device, else the tier that they are fetched from first."""
     target: str
     num_bytes: int
-    """What it takes where it arrives."""
+    """Bytes that it needs at its target."""
 
 
 class Trace:
-    """What the last complete passes moved, and what the pass that runs now has moved so far."""
+    """The moves of the last complete forward and backward, and those of the current pass so far."""
 
     def __init__(self) -> None:
         self._known: dict[Phase, tuple[Move, ...]] = {Phase.FORWARD: (), Phase.BACKWARD: ()}
         self._now: dict[Phase, list[Move]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
 
     def begin(self, phase: Phase) -> None:
-        """A pass begins."""
+        """Start recording a pass."""
         self._now[phase] = []
 
     def add(self, phase: Phase, move: Move) -> None:
-        """The pass needed a move."""
+        """Record a move that the pass needed."""
         self._now[phase].append(move)
 
     def end(self, phase: Phase) -> bool:
-        """The pass is complete: it is what the next one is expected to do. Returns whether that is news."""
+        """The pass is complete, and the next one is expected to do the same. Return whether its moves are new."""
         found = tuple(self._now[phase])
         is_new = found != self._known[phase]
         self._known[phase] = found
         return is_new
 
     def order(self) -> tuple[tuple[Move, ...], int]:
-        """A whole step's moves in order, and where its backward begins."""
+        """The moves of a whole step in order, and the position where its backward begins."""
         forward = self._known[Phase.FORWARD]
         return forward + self._known[Phase.BACKWARD], len(forward)

@@ -4,7 +4,7 @@ Public names: `RankPool` (live gloo ranks that run functions), `RankError`; `com
 `PlainTrainer` (element-wise parity with plain replicated training); `fill_replica`, `group_names` (an ordinary copy of a sharded
 model); the small models in `shardwise.testing.models`.
 
-Invariants: a rank that does not report is a failure and shows every rank's stack; parity compares every element.
+Invariants: a rank that does not answer is a failure, and the error shows its stack; parity compares every element.
 """
 
 from shardwise.testing.parity import ParityReport, PlainTrainer, compare_with_plain

@@ -1,4 +1,4 @@
-"""Small models of many kinds, for parity tests, examples and the main job."""
+"""Small models of many kinds, for parity tests, examples and `shardwise train`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GPT(nn.Module):
 
 
 class UnevenMLP(nn.Module):
-    """Layers whose sizes divide by nothing, a scalar gain and an empty parameter."""
+    """Layers of odd sizes, which need padding, a scalar parameter and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class AdaptedLinear(nn.Module):
 
 
 class FrozenBase(nn.Module):
-    """Adapters on a frozen base: some Units have no gradient, no master, no moments."""
+    """Adapters on a frozen base: some parameters have no gradient, no master, no moments."""
 
     def __init__(self, size: int = 19, layers: int = 3) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class FrozenBase(nn.Module):
 
 
 class Branchy(nn.Module):
-    """A branch that only some steps, or some ranks, take."""
+    """A model with branches that only some steps, or some ranks, use."""
 
     def __init__(self, size: int = 11) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Branchy(nn.Module):
         self.last = nn.Linear(size, 1)
 
     def forward(self, x: torch.Tensor, branch: int | None) -> torch.Tensor:
-        """Through one branch, or around all of them."""
+        """Use one branch, or none."""
         x = torch.tanh(self.first(x))
         if branch is not None:
             x = x + self.branches[branch](x)

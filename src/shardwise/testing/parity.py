@@ -1,4 +1,4 @@
-"""Element-wise parity with plain replicated training: the reference, the comparison and its report.
+"""Does a sharded run give the same values as plain replicated training? The reference, the comparison and its report.
 
 The reference is ordinary autograd on a whole replica per rank. After every backward the replicas' gradients are averaged
 over ranks, summed in rank order, and accumulated; then the user's own optimizer class steps on whole parameters.
@@ -25,7 +25,7 @@ class SupportsParity(Protocol):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Scales the loss, if anything does."""
+        """Scales the loss; may be disabled."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global gradient norm."""
@@ -37,11 +37,11 @@ class SupportsParity(Protocol):
         """The full reduced gradients."""
 
     def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full values that are updated."""
+        """The full values that the optimizer updates."""
 
     @property
     def config(self) -> Any:
-        """What the run was asked for."""
+        """The configuration of the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +89,11 @@ class ParityReport:
 
 
 AddUp = Callable[[list[torch.Tensor]], torch.Tensor]
-"""Sums one gradient over ranks, given every rank's."""
+"""Sums one gradient over ranks, given the gradients of all ranks."""
 
 
 def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum every transport forms on one host, or with pairwise messages."""
+    """Sum in rank order, as the transports on one host and the pairwise transport do."""
     total = parts[0].clone()
     for part in parts[1:]:
         total = total + part
@@ -112,7 +112,7 @@ class PlainTrainer:
         *,
         broadcasts: bool = True,
     ) -> None:
-        """`broadcasts`: every rank goes on with rank 0's buffers after each backward."""
+        """`broadcasts`: buffers are broadcast from rank 0 after each backward."""
         self.model = model
         self._broadcasts = broadcasts
         self._add_up = add_up or in_rank_order
@@ -124,7 +124,7 @@ class PlainTrainer:
         swap: dict[int, nn.Parameter] = {}
         for name, param in model.named_parameters():
             rounds = self._stored is not None and self._stored != param.dtype
-            if rounds and not param.requires_grad:  # a frozen parameter has no master: the stored value is all there is
+            if rounds and not param.requires_grad:  # a frozen parameter has no master, only a stored value
                 param.data.copy_(param.data.to(self._stored))
                 rounds = False
             swap[id(param)] = nn.Parameter(param.detach().clone()) if rounds else param
@@ -134,14 +134,14 @@ class PlainTrainer:
         self._round()
 
     def _round(self) -> None:
-        """What the model computes with: the masters, rounded as the run stores them."""
+        """Copy the masters into the model, rounded as the run stores them."""
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 if self.masters[name] is not param:
                     param.copy_(self.masters[name].to(self._stored))
 
     def backward(self, loss: torch.Tensor, *, reduces: bool = True) -> None:
-        """Local backward, then average over ranks and accumulate; every rank goes on with rank 0's buffers.
+        """Run a local backward, average gradients over ranks, accumulate them, and broadcast buffers from rank 0.
 
         Without `reduces` autograd sums locally, and the next backward that reduces averages the sum.
         """
@@ -162,7 +162,7 @@ class PlainTrainer:
                     buffer.copy_(values)
 
     def _averages(self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """The mean over ranks of every gradient that any rank has; all of one dtype travel together."""
+        """The mean over ranks of every gradient that any rank has; gradients of one dtype are sent together."""
         world_size = _world_size()
         if world_size == 1:
             return {name: grad for name, grad in local.items() if grad is not None}
@@ -197,7 +197,7 @@ class PlainTrainer:
         updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, master in self.masters.items():
             master.grad = None
-            if id(master) in updated:  # optimizer.zero_grad() clears what it knows; the rest accumulates on
+            if id(master) in updated:  # like zero_grad(): other gradients keep accumulating
                 self._held.pop(name, None)
         self._round()
 
@@ -233,12 +233,12 @@ def compare_with_plain(
 
     `loss_of(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. With `sums_locally`
     all backwards of a step but the last are inside `run.accumulating()`. `add_up` sums the reference's gradients over ranks;
-    None: in rank order.
+    None means in rank order.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast")
     comparison = _Comparison()
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers go on as if nothing had happened
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         for step in range(steps):
             for micro in range(accumulate):
                 number = step * accumulate + micro
@@ -253,7 +253,7 @@ def compare_with_plain(
                 reference.backward(expected, reduces=reduces)
             run.scaler.unscale_(optimizer)
             if max_norm is not None:
-                run.clip_grad_norm_(max_norm)  # clipped gradients are compared through the values they lead to
+                run.clip_grad_norm_(max_norm)  # clipped gradients are compared through the updated values
             else:
                 for name, grad in run.iter_grads():
                     if reference.masters[name].numel():

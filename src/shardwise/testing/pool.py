@@ -1,4 +1,4 @@
-"""Live gloo ranks for tests: started once, given functions to run, and made to show their stacks when they hang."""
+"""A pool of gloo ranks for tests: started once, used for many functions, and able to show their stacks when they hang."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 
 class RankError(RuntimeError):
-    """At least one rank raised, ended or did not answer; the message has every rank's account."""
+    """At least one rank raised, ended or did not answer; the message says what happened on every rank."""
 
 
 class RankPool:
-    """`world_size` processes with an initialised gloo group, reused for many functions. Use as a context."""
+    """`world_size` processes with an initialised gloo group, reused for many functions. Use as a context manager."""
 
     def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
         self.world_size = world_size
@@ -50,7 +50,7 @@ class RankPool:
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="shardwise-pool-"))
         context = multiprocessing.get_context("forkserver")
-        # Imported once, not once per rank; the last one is what torch imports at an optimizer's first step.
+        # Imported once, not once per rank. torch imports torch._dynamo at an optimizer's first step.
         context.set_forkserver_preload(["torch", "shardwise.testing", "torch._dynamo"])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -69,7 +69,7 @@ class RankPool:
             for rank in waiting:
                 answers[rank] = self._answer(rank)
             if any(answer is not None and answer[0] != "ok" for answer in answers):
-                deadline = min(deadline, time.monotonic() + 5.0)  # its peers may wait for it for ever
+                deadline = min(deadline, time.monotonic() + 5.0)  # its peers may wait for it forever
         return answers
 
     def _answer(self, rank: int) -> tuple[str, Any] | None:
@@ -101,7 +101,7 @@ class RankPool:
         return "(none: the process is gone)"
 
     def close(self) -> None:
-        """End the processes, by id, and remove what they left."""
+        """End the processes and remove their files."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)

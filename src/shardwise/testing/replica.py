@@ -1,4 +1,4 @@
-"""An ordinary copy of a sharded model and its optimizer, to train beside it."""
+"""Makes an ordinary copy of a sharded model and its optimizer, to compare their training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One checksum for everything: ranges on disk, values that ranks compare, memory that user code may have written.
 
-The bytes, filled up with zeros to whole blocks of 512 words of 64 bits, are multiplied by fixed odd weights, one per word of a
-block, and each block's sum by an odd number of its own; all sums wrap around. Any change of a single word shows. The native form
-and the one in torch give the same values, on any device.
+The bytes are padded with zeros to blocks of 512 words of 64 bits. Each word is multiplied by a fixed odd weight for its place in
+the block, and each block's sum by an odd number for the block; all sums wrap around at 64 bits. Any change of a single word
+changes the sum. The native version and the one in torch give the same values, on any device.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from shardwise import native
 
 _WORDS = 512
-_CHUNK_WORDS = 1 << 20  # at a time in torch, which needs memory for the products
+_CHUNK_WORDS = 1 << 20  # per chunk in torch, which allocates memory for the products
 _ALL = (1 << 64) - 1
 
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Odd numbers from a multiplicative generator."""
+    """Fixed odd numbers, made by a linear congruential generator."""
     found, state = [], 0x9E3779B97F4A7C15
     for _ in range(_WORDS):
         state = (state * 6364136223846793005 + 1442695040888963407) & _ALL
@@ -58,5 +58,5 @@ def checksum(values: torch.Tensor) -> int:
 
 
 def _folded(total: int) -> int:
-    """62 bits of which all 64 have a part, so that the negative fits 64 bits too."""
+    """Fold 64 bits into 62, so that the negative also fits a 64-bit integer."""
     return (total ^ (total >> 32)) & ((1 << 62) - 1)

@@ -1,8 +1,8 @@
 """The disk tier: one file per rank in which every vector has its range.
 
-The file has no name in its directory (or loses it at once), so the kernel gives its space back when the process ends, however it
-ends: no leftovers, and nothing to confuse with a neighbour's (`docs/decisions/0008-nameless-files.md`). Space is allocated when
-it is reserved: a disk that is too small says so before training starts.
+The file has no name in its directory (or is unlinked at once), so the kernel frees its space when the process ends, however it
+ends: nothing is left behind, and no other process opens it by mistake (`docs/decisions/0008-nameless-files.md`). Space is
+allocated when it is reserved, so a disk that is too small raises before training starts.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from shardwise.tiers.memory import MappedBuffer
 from shardwise.tiers.pages import HUGE_PAGE_BYTES
 
 ALIGNMENT = 4096
-"""Of offsets, lengths and addresses, as direct input and output needs them."""
+"""Alignment of offsets, lengths and addresses in bytes, as O_DIRECT needs it."""
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs")
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment."""
+    """`num_bytes` rounded up to a multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_memory(num_bytes: int) -> torch.Tensor:
-    """Private memory that starts on a page and is whole pages, as bytes; pages appear as they are written.
+    """Allocate private memory of whole pages, as bytes; the kernel provides pages when they are written.
 
-    Large ones are MappedBuffers, huge pages where there are any: direct access pins every page it moves.
+    Large memory is a MappedBuffer, with huge pages where possible: O_DIRECT pins every page it transfers.
     """
     size = max(aligned(num_bytes), ALIGNMENT)
     if size >= HUGE_PAGE_BYTES:
@@ -72,12 +72,12 @@ class DiskFile:
 
     @property
     def free_bytes(self) -> int:
-        """What the file system can still give."""
+        """Free bytes of the file system."""
         found = os.statvfs(self.directory)
         return found.f_bavail * found.f_frsize
 
     def require(self, num_bytes: int) -> None:
-        """Refuse now what would not fit later."""
+        """Raise if the file system has less than `num_bytes` free."""
         if num_bytes > self.free_bytes:
             raise DiskError(
                 errno.ENOSPC,
@@ -86,7 +86,7 @@ class DiskFile:
             )
 
     def reserve(self, num_bytes: int) -> int:
-        """Allocate a range of whole blocks and return its offset; one that was released, if it is long enough."""
+        """Allocate a range of whole blocks and return its offset. A released range is reused if it is long enough."""
         assert self._finalizer.alive, "reserved after close"
         length = aligned(num_bytes)
         offset = self._extents.reserve(length) if length else None
@@ -97,19 +97,19 @@ class DiskFile:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give a range back; it may be reserved again."""
+        """Release a range; it may be reserved again."""
         self.punch(offset, num_bytes)
         self._extents.release(offset, aligned(num_bytes))
 
     def allocate(self, offset: int, num_bytes: int) -> None:
-        """Have blocks behind a range, so that a full disk is noticed before anything is written."""
+        """Allocate the blocks of a range, so that a full disk is noticed before anything is written."""
         length = aligned(num_bytes)
         self.require(length)
         if length:
             _allocate(self.file, offset, length)
 
     def punch(self, offset: int, num_bytes: int) -> None:
-        """Give a range's blocks to the file system; it reads as zeros."""
+        """Return the blocks of a range to the file system; the range then reads as zeros."""
         self.engine.drain()  # nothing may still be written there
         length = aligned(num_bytes)
         _punch(self.file, offset, length)
@@ -124,7 +124,7 @@ class DiskFile:
         return os.getpid(), self.file.descriptor
 
     def open_peers(self, handles: Sequence[tuple[int, int]]) -> None:
-        """Open the files of all ranks, in rank order, to read; they outlive the processes that made them."""
+        """Open the files of all ranks for reading, in rank order. They stay readable after their processes have ended."""
         for rank, (pid, number) in enumerate(handles):
             if (pid, number) == self.handle:
                 self._peers.append(self.file)
@@ -134,7 +134,7 @@ class DiskFile:
             self._peers.append(File(self._descriptors[-1], f"the states' file of rank {rank} in {self.directory}"))
 
     def read_peer(self, rank: int, memory: torch.Tensor, offset: int) -> Ticket:
-        """Start filling `memory` from another rank's file. All ranks lay theirs out alike; checksums are the owner's."""
+        """Start reading another rank's file, which has the same layout. It is not verified: only its owner has checksums."""
         pause("disk.read")
         self.bytes_read += _num_bytes(memory)
         return self.engine.start(self._peers[rank], memory, offset, writes=False)
@@ -142,7 +142,7 @@ class DiskFile:
     # -- moving -----------------------------------------------------------------------------------------------
 
     def read(self, memory: torch.Tensor, offset: int) -> Ticket:
-        """Start filling `memory` (whole blocks, aligned) from a range."""
+        """Start reading the range at `offset` into `memory` (whole blocks, aligned)."""
         pause("disk.read")
         self.bytes_read += _num_bytes(memory)
         ticket = self.engine.start(self.file, memory, offset, writes=False)
@@ -159,7 +159,7 @@ class DiskFile:
     def _remember(self, memory: torch.Tensor, offset: int) -> None:
         assert self._checksums is not None
         length = _num_bytes(memory)
-        self._forget(offset, length)  # only ranges that are read as they were written are checked
+        self._forget(offset, length)  # a range is verified only if it is read exactly as it was written
         self._checksums[offset, length] = checksum(memory)
 
     def _forget(self, offset: int, length: int) -> None:
@@ -168,7 +168,7 @@ class DiskFile:
             del self._checksums[key]
 
     def verify(self, memory: torch.Tensor, offset: int) -> None:
-        """Compare what was read with what was written there, if the same range was."""
+        """Raise if what was read differs from what was written. Checks only ranges that were written in one call."""
         assert self._checksums is not None
         expected = self._checksums.get((offset, _num_bytes(memory)))
         if expected is not None and checksum(memory) != expected:
@@ -179,13 +179,13 @@ class DiskFile:
             )
 
     def flush(self) -> None:
-        """Return when everything is on the disk itself."""
+        """Wait until everything written is on the disk itself."""
         self.engine.drain()
         os.fdatasync(self.file.descriptor)
 
     @property
     def note(self) -> str:
-        """How fast it can be expected to be, where that needs a word."""
+        """For the report: a warning if the directory is in memory, on a network or without O_DIRECT; else empty."""
         kind = file_system_of(self.directory)
         if kind in _MEMORY_FILE_SYSTEMS:
             return f"{kind}: this directory is in memory, so nothing is saved by it"
@@ -194,18 +194,18 @@ class DiskFile:
         return "" if self.is_direct else f"{kind}: no direct access, so bytes go through the page cache"
 
     def close(self) -> None:
-        """End the threads and give the space back."""
+        """End the threads and free the space."""
         self._finalizer()
 
 
 def _end(engine: IoEngine, descriptors: list[int]) -> None:
-    engine.close()  # first: it may still be moving
+    engine.close()  # first, because it may still use the files
     while descriptors:
         os.close(descriptors.pop())
 
 
 class _Checked(Ticket):
-    """A read whose bytes are compared with what was written."""
+    """A read that is verified when it is waited for."""
 
     def __init__(self, disk: DiskFile, ticket: Ticket, memory: torch.Tensor, offset: int) -> None:
         self._disk, self._ticket, self._memory, self._offset = disk, ticket, memory, offset
@@ -222,7 +222,7 @@ class _Checked(Ticket):
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system a path is on, as the kernel calls it; empty if it does not say."""
+    """The kernel's name for the type of file system that a path is on; empty if it is not known."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
@@ -234,7 +234,7 @@ def file_system_of(path: Path) -> str:
 
 
 def _open_nameless(directory: Path) -> tuple[int, bool]:
-    """A file without a name, and whether it takes direct access."""
+    """Open a file without a name; return its descriptor and whether it supports O_DIRECT."""
     if not directory.is_dir():
         if directory.exists():
             raise DiskError(errno.ENOTDIR, f"{directory} is not a directory. Name one for the states, as in Offload(path=...).")
@@ -288,7 +288,7 @@ def _allocate(file: File, offset: int, length: int) -> None:
         error = ctypes.get_errno()
         if error == errno.EINTR:
             continue
-        if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # the size is set, space comes with the writes
+        if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # only set the size; writes allocate the blocks
             os.ftruncate(file.descriptor, offset + length)
             return
         raise DiskError(
@@ -302,7 +302,7 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 def _punch(file: File, offset: int, length: int) -> None:
-    """Drop the blocks of a range, where the file system can; elsewhere they stay until the file goes."""
+    """Free the blocks of a range, if the file system can; otherwise they stay until the file is closed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if length and hasattr(libc, "fallocate"):
         libc.fallocate(file.descriptor, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))

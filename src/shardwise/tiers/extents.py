@@ -1,4 +1,4 @@
-"""Which ranges of a linear space are free. Pure arithmetic, for files and shelves alike."""
+"""Which ranges of a linear space are free? Pure arithmetic, used by `DiskFile` and `Shelf`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from shardwise.errors import LifecycleError
 
 
 class Extents:
-    """Free ranges of a space, sorted, never touching each other. The first that fits is taken."""
+    """Sorted free ranges; adjacent ones are merged. `reserve` uses the first that is long enough."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (start, length)
 
     @property
     def free(self) -> int:
-        """The sum of all free ranges."""
+        """Total length of all free ranges."""
         return sum(length for _, length in self._free)
 
     def reserve(self, length: int) -> int | None:
-        """Take a range out and return its start; None if no free range is long enough."""
+        """Reserve a range and return its start; None if no free range is long enough."""
         for position, (start, free) in enumerate(self._free):
             if free >= length:
                 if free == length:
@@ -30,7 +30,7 @@ class Extents:
         return None
 
     def release(self, start: int, length: int) -> None:
-        """Make a range free again, joined with free neighbours."""
+        """Make a range free again and merge it with adjacent free ranges."""
         if not length:
             return
         at = bisect.bisect_left(self._free, (start, 0))

@@ -1,7 +1,7 @@
-"""Moves bytes between memory and files in the background: the native engine, and one in Python with the same manners.
+"""Moves bytes between memory and files in the background: the native engine, and one in Python that behaves the same.
 
-Both cut large requests into blocks, keep many in flight from a few threads, go on after short transfers and interrupted
-calls, and let other Python threads run. A Ticket holds the memory of its request until the request has ended.
+Both split large requests into blocks, keep many in flight on a few threads, continue after short transfers and interrupted
+calls, and release the GIL. A Ticket keeps the memory of its request alive until the request has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.ticket import Ticket
 
 NUM_THREADS = 8
 BLOCK_BYTES = 1 << 20
-_END_OF_FILE = -1  # stands for an errno where the file ended early
+_END_OF_FILE = -1  # used like an errno when the file ends early
 
 
 class File(NamedTuple):
@@ -49,15 +49,15 @@ class IoEngine(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Return when nothing is under way."""
+        """Wait until no request is in progress."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is queued and end the threads."""
+        """Finish the queued requests and end the threads."""
 
 
 def make_engine(*, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES, delay_us: int = 0) -> IoEngine:
-    """The native engine if it was built, else the one in Python. `delay_us`, for tests: the longest nap before a block."""
+    """The native engine if it was built, else the one in Python. `delay_us` (for tests) is the longest delay before a block."""
     library = native.library()
     if library is not None:
         return NativeIo(library, num_threads, block_bytes, delay_us)
@@ -65,7 +65,7 @@ def make_engine(*, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTE
 
 
 class _Request(Ticket):
-    """What both engines' tickets have in common: where the bytes go, and how a failure is told."""
+    """Base of both engines' Tickets: the range of the request, and the error if it failed."""
 
     def __init__(self, file: File, memory: torch.Tensor, offset: int, writes: bool) -> None:
         self._file = file
@@ -91,15 +91,15 @@ _REMEDIES = {errno.ENOSPC: "Free space on this file system, or name another dire
 
 
 class NativeIo(IoEngine):
-    """`native/io.cpp`."""
+    """The engine of `native/io.cpp`."""
 
     name = "native"
 
     def __init__(self, library: ctypes.CDLL, num_threads: int, block_bytes: int, delay_us: int) -> None:
         self._library = library
         self._handle: int | None = library.sw_io_open(num_threads, block_bytes, delay_us)
-        self._calls = threading.Condition()  # reentrant: a request that is collected inside waits for itself
-        self._num_calls = 0  # that use the handle now
+        self._calls = threading.Condition()  # reentrant: a request collected while it is held waits in __del__
+        self._num_calls = 0  # calls that use the handle now
         if not self._handle:
             raise DiskError(errno.EAGAIN, f"the disk engine could not start {num_threads} threads.")
 
@@ -127,7 +127,7 @@ class NativeIo(IoEngine):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[int | None]:
-        """The handle, which `close` does not give up while a call uses it; None if it has."""
+        """Yield the handle, which `close` does not free while a call uses it; None after `close`."""
         with self._calls:
             handle = self._handle
             self._num_calls += handle is not None
@@ -146,16 +146,16 @@ class NativeIo(IoEngine):
                 self._library.sw_io_drain(handle)
 
     def close(self) -> None:
-        """Finish what is queued, end the threads and forget the engine: tickets may outlive it."""
+        """Finish the queued requests, end the threads and free the engine. Tickets may outlive it."""
         with self._calls:
             handle, self._handle = self._handle, None
-            while self._num_calls:  # other threads wait for requests, which end by themselves
+            while self._num_calls:  # other threads wait for requests, which will end
                 self._calls.wait()
         if handle is not None:
             self._library.sw_io_close(handle)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the process ends, and its threads with it
+        if not sys.is_finalizing():  # at exit the threads end with the process
             self.close()
 
 
@@ -185,12 +185,12 @@ class _NativeRequest(_Request):
             raise self._failure
 
     def __del__(self) -> None:
-        if getattr(self, "_memory", None) is not None:  # dropped without a wait: its memory must outlive the transfer
+        if getattr(self, "_memory", None) is not None:  # never waited for: the memory must outlive the transfer
             self._look(-1.0)
 
 
 class PythonIo(IoEngine):
-    """The same with Python threads and `os.preadv`, which also run outside the interpreter's lock."""
+    """The same engine with Python threads and `os.preadv` and `os.pwritev`, which release the GIL."""
 
     name = "Python"
 
@@ -260,8 +260,8 @@ class _PythonRequest(_Request):
             raise self._failure
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the threads that would end it no longer run
-            self.ended.wait()  # its memory must outlive the transfer
+        if not sys.is_finalizing():  # at exit the threads that would finish it no longer run
+            self.ended.wait()  # the memory must outlive the transfer
 
 
 def _end(blocks: queue.SimpleQueue[tuple[_PythonRequest, memoryview, int] | None], num_threads: int) -> None:
@@ -280,11 +280,11 @@ def _work_off(
         error, moved = _move(request.file.descriptor, view, offset, request.writes)
         with lock:
             request.finish_block(error, offset + moved, len(view) - moved)
-        del request, view, block  # a waiting thread must not keep the last request's memory
+        del request, view, block  # while it waits for work, the thread must not keep memory alive
 
 
 def _move(descriptor: int, view: memoryview, offset: int, writes: bool) -> tuple[int, int]:
-    """All bytes of one block, however many calls that takes: (errno or 0, bytes moved)."""
+    """Move all bytes of one block, in as many calls as it takes; return (errno or 0, bytes moved)."""
     moved = 0
     while moved < len(view):
         try:

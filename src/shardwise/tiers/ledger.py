@@ -1,4 +1,4 @@
-"""Bytes per tier and kind, now and at peak. Called wherever memory is taken or given back."""
+"""Counts bytes per tier and kind, now and at peak. Called wherever memory is reserved or released; never allocates any."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Tier(enum.Enum):
 
 
 def device_tier(device: torch.device) -> Tier:
-    """Which tier memory of a device counts to: a CPU's is the host's."""
+    """The tier that a device's memory belongs to. A CPU's memory is the host tier."""
     return Tier.HOST if device.type == "cpu" else Tier.DEVICE
 
 
 class Kind(enum.Enum):
-    """What bytes are for."""
+    """What bytes are used for."""
 
     PARAM = "param"
     GRAD = "grad"
@@ -36,9 +36,9 @@ class Kind(enum.Enum):
 
 
 class Ledger:
-    """Counts bytes taken and given back; knows the peak of each (tier, kind) and of each tier."""
+    """Counts reserved and released bytes, and keeps the peak of each (tier, kind) and of each tier."""
 
-    def __init__(self) -> None:  # keyed by value: hashing an enum's member is slow, and this is called per gradient
+    def __init__(self) -> None:  # keyed by the enums' values: hashing a member is slow, and this is called per gradient
         self._now: dict[tuple[str, str], int] = {(t.value, k.value): 0 for t in Tier for k in Kind}
         self._peak = dict(self._now)
         self._tier_now = dict.fromkeys((t.value for t in Tier), 0)
@@ -47,19 +47,19 @@ class Ledger:
         self._reclaims: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def limit(self, tier: Tier, num_bytes: int) -> None:
-        """Refuse from here on what would go beyond."""
+        """Limit a tier: from now on `reserve` raises instead of going beyond `num_bytes`."""
         self._limits[tier.value] = num_bytes
 
     def reclaim_with(self, drop: Callable[[], None]) -> None:
-        """Before anything is refused, `drop` (a method) gives back what is only held for later use."""
+        """Register a method that frees memory which is only kept for reuse. It is called before a reservation is refused."""
         self._reclaims.append(weakref.WeakMethod(drop))
 
     def room(self, tier: Tier) -> int:
-        """Bytes that may still be taken."""
+        """Bytes that may still be reserved."""
         return self._limits[tier.value] - self._tier_now[tier.value]
 
     def reserve(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """Count `num_bytes` as taken; raises before a limit is passed."""
+        """Count `num_bytes` as reserved; raise if that would exceed the limit."""
         at = tier._value_
         if self._tier_now[at] + num_bytes > self._limits[at]:
             for reference in self._reclaims:
@@ -81,7 +81,7 @@ class Ledger:
             self._tier_peak[at] = self._tier_now[at]
 
     def release(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """Count `num_bytes` as given back; giving back more than was taken is a broken invariant."""
+        """Count `num_bytes` as released; raise if that is more than was reserved."""
         at = tier._value_
         key = (at, kind._value_)
         if num_bytes > self._now[key]:
@@ -92,7 +92,7 @@ class Ledger:
         self._tier_now[at] -= num_bytes
 
     def set(self, tier: Tier, kind: Kind, num_bytes: int) -> None:
-        """State a total that is owned elsewhere (optimizer states, measured activations)."""
+        """Set the total of memory that other code allocates (optimizer states, measured activations)."""
         difference = num_bytes - self._now[(tier.value, kind.value)]
         if difference >= 0:
             self.reserve(tier, kind, difference)
@@ -108,6 +108,6 @@ class Ledger:
         return self._tier_peak[tier.value] if kind is None else self._peak[(tier.value, kind.value)]
 
     def reset_peak(self) -> None:
-        """Measure peaks from here on."""
+        """Start measuring peaks anew."""
         self._peak = dict(self._now)
         self._tier_peak = dict(self._tier_now)

@@ -1,7 +1,7 @@
-"""The memory of a gathered Unit: one storage object for life, pages that really go away.
+"""The memory of a gathered Unit: the storage object stays for life, its pages are returned when the Unit is freed.
 
 On CPU a buffer is a private anonymous mapping, aligned to huge pages and advised to use them; discarding it tells
-the kernel to drop the pages (`docs/lab-log.md` has the figures against resizing a storage). On an accelerator
+the kernel to drop the pages (`docs/lab-log.md` compares this with resizing a storage). On an accelerator
 the storage is resized, which returns the block to torch's caching allocator. The accelerator path follows torch's
 documentation and has not been run on a GPU.
 """
@@ -22,7 +22,7 @@ from shardwise.tiers.pages import HUGE_PAGE_BYTES, SparePages, map_over, whole_h
 
 
 class FullBuffer(ABC):
-    """Memory for `numel` elements whose contents come and go while the storage object stays."""
+    """Memory of a full vector, which is claimed and discarded while the storage object stays the same."""
 
     tensor: torch.Tensor
 
@@ -32,23 +32,23 @@ class FullBuffer(ABC):
 
     @abstractmethod
     def discard(self, *, is_quiet: bool = True) -> None:
-        """Give the memory back. The tensor must not be read until the next claim and write.
+        """Return the memory. The tensor must not be read until the next claim and write.
 
-        Not quiet: something that failed may still be writing to it.
+        `is_quiet=False`: an operation that failed may still be writing to the memory, so it must not be reused.
         """
 
     @abstractmethod
     def is_untouched(self) -> bool:
-        """Whether nothing was written since the last discard, as far as the memory can tell."""
+        """Whether nothing was written since the last discard, as far as this buffer can tell."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes when claimed."""
+        """Bytes of memory that it uses while claimed."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 class MappedBuffer(FullBuffer):
-    """A private anonymous mapping; discarded pages read as zero, so nothing here can crash the interpreter."""
+    """A private anonymous mapping. Discarded pages read as zeros, so reading them cannot crash the process."""
 
     def __init__(self, numel: int, dtype: torch.dtype, spare: SparePages | None = None) -> None:
         size = max(numel * dtype.itemsize, 1)
@@ -65,23 +65,23 @@ class MappedBuffer(FullBuffer):
         else:
             self.tensor = torch.empty(0, dtype=dtype)
         self._spare = spare if size >= HUGE_PAGE_BYTES else None
-        self._extents: list[int] | None = None  # lengths of the whole huge pages, by where they came from, while claimed
+        self._extents: list[int] | None = None  # while claimed: lengths of its ranges of huge pages, one per origin
 
     def claim(self) -> None:
-        """Spare pages are moved here; what they do not fill appears as it is written."""
+        """Move spare pages here; the kernel allocates the remaining pages when they are written."""
         if self._spare is not None and self._extents is None:
             whole = whole_huge_pages(self._length)
             came = self._spare.lend(self.tensor.data_ptr(), whole)
             moved = sum(came)
             self._extents = came
             if moved < whole:
-                # What is left of earlier moves may be several mappings, which older kernels do not move as one.
+                # Earlier moves may have left several mappings here, which older kernels cannot move in one call.
                 map_over(self.tensor.data_ptr() + moved, whole - moved)
                 self._map.madvise(mmap.MADV_HUGEPAGE, self._start + moved, whole - moved)
                 self._extents = [*came, whole - moved]
 
     def discard(self, *, is_quiet: bool = True) -> None:
-        """Leave the pages to the next buffer or drop them; private anonymous memory, so the next read sees zeros."""
+        """Park the pages for the next buffer, or return them to the kernel. The next read sees zeros either way."""
         kept = 0
         if self._spare is not None and self._extents is not None:
             if is_quiet:
@@ -90,23 +90,23 @@ class MappedBuffer(FullBuffer):
         self._map.madvise(mmap.MADV_DONTNEED, self._start + kept, self._length - kept)
 
     def is_untouched(self) -> bool:
-        """Discarded pages read as zero until someone writes."""
+        """Discarded pages read as zeros until they are written."""
         step = HUGE_PAGE_BYTES // self.tensor.element_size()
         for number, part in enumerate(self.tensor.split(step)):
             was_written = bool(part.any())
             length = -(-part.numel() * part.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE
             if was_written:
                 return False
-            # Looking may have given the range a page: hand it back before the next one is looked at.
+            # Reading may have allocated a page: return it before the next range is read.
             self._map.madvise(mmap.MADV_DONTNEED, self._start + number * HUGE_PAGE_BYTES, length)
         return True
 
 
 class OverlaidBuffer(FullBuffer):
-    """Ranges of shared files seen as one vector: reading it reads the shards where they lie, and nothing is copied.
+    """Ranges of shared files, mapped one after the other as one vector: reading it reads the shards, and nothing is copied.
 
-    The mapping is private: a page that is written to becomes this process's own, so a write never reaches the shards by itself,
-    and discarding drops it. Pages that were not written always show the files' present contents (Linux).
+    The mapping is private (copy-on-write): a page that is written becomes this process's own copy, so a write does not reach the
+    shards, and `discard` drops the copy. Pages that were not written always show the current contents of the files (Linux).
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> None:
@@ -120,24 +120,24 @@ class OverlaidBuffer(FullBuffer):
 
     @property
     def num_bytes(self) -> int:
-        """None of its own."""
+        """Zero: the memory belongs to the shards."""
         return 0
 
     def claim(self) -> None:
-        """It always shows the shards."""
+        """Nothing to do: the mapping always shows the shards."""
 
     def discard(self, *, is_quiet: bool = True) -> None:
-        """Drop pages that were written; there rarely are any, and looking costs a tenth of finding all pages again."""
+        """Drop pages that were written. There rarely are any, and checking costs a tenth of faulting in all pages again."""
         if not self.is_untouched():
             self._map.madvise(mmap.MADV_DONTNEED)
 
     @property
     def can_tell(self) -> bool:
-        """Whether the kernel says which pages are this process's own."""
+        """Whether the kernel tells which pages are this process's own copies."""
         return _pagemap(os.getpid()) is not None
 
     def is_untouched(self) -> bool:
-        """Whether no page is this process's own; unknown counts as written."""
+        """Whether no page was written. If the kernel does not tell, pages count as written."""
         num_pages = self._length // mmap.PAGESIZE
         file = _pagemap(os.getpid())
         if file is None:
@@ -151,11 +151,11 @@ class OverlaidBuffer(FullBuffer):
 
 
 # The top byte of a page's entry in /proc/self/pagemap (the kernel's admin guide): 0x80 in memory, 0x40 swapped out, 0x20 the
-# page of a file. A page is this process's own if it is somewhere and not a file's.
+# page of a file. A page is this process's own copy if it is in memory or swapped out, and not a page of a file.
 _NOT_OWN = bytes(top for top in range(256) if not top & 0xC0 or top & 0x20)
 
 
-@functools.lru_cache(maxsize=1)  # a forked child asks about its own pages
+@functools.lru_cache(maxsize=1)  # by process: a forked child must open its own file
 def _pagemap(pid: int) -> int | None:
     try:
         return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -164,16 +164,16 @@ def _pagemap(pid: int) -> int | None:
 
 
 class FixedBuffer(FullBuffer):
-    """Memory that is there for life: the full vector of a Unit whose parameters are always whole."""
+    """Memory that is never discarded: the full vector of a Unit whose parameters are always full."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
     def claim(self) -> None:
-        """It is always usable."""
+        """Nothing to do: the memory is always usable."""
 
     def discard(self, *, is_quiet: bool = True) -> None:
-        """It never goes away."""
+        """Always raises: a fixed buffer is never discarded."""
         raise LifecycleError("a full vector that is kept for life was discarded: a broken invariant.")
 
     def is_untouched(self) -> bool:
@@ -200,25 +200,25 @@ class ResizedBuffer(FullBuffer):
         self.tensor.untyped_storage().resize_(0)
 
     def is_untouched(self) -> bool:
-        """A storage without bytes cannot be written."""
+        """Always True: a storage without bytes cannot be written."""
         return True
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory behind a storage object of its own, so that saving or sharing the tensor takes no more than itself.
+    """Return the same memory with its own storage object, so that saving or sharing the view does not include its base.
 
-    On CPU only; elsewhere the view itself.
+    On CPU only; on other devices the view itself is returned.
     """
     num_bytes = view.numel() * view.element_size()
     if view.device.type != "cpu" or num_bytes == 0:
         return view
     memory = (ctypes.c_char * num_bytes).from_address(view.data_ptr())
-    memory.owner = view  # type: ignore[attr-defined]  # torch keeps `memory`, and that keeps the view's own storage
+    memory.owner = view  # type: ignore[attr-defined]  # torch keeps `memory` alive, which keeps the view's storage alive
     return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
 def make_full_buffer(numel: int, dtype: torch.dtype, device: torch.device, spare: SparePages | None = None) -> FullBuffer:
-    """The right kind of buffer for a device."""
+    """Make the kind of buffer that suits a device."""
     if device.type == "cpu":
         return MappedBuffer(numel, dtype, spare)
     return ResizedBuffer(numel, dtype, device)

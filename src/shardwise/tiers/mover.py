@@ -1,9 +1,9 @@
-"""The offload engine: copies between host and device memory beside the computation, through a few buffers that stay.
+"""Copies between host and device memory. Copies overlap with computation and reuse a few buffers.
 
-On a CPU host and device are one memory and nothing is copied. On CUDA every copy is a job of a thread with a stream of its own:
-it waits for what comes before it (a read from disk, the work that was queued when it was asked for), copies, and has ended when
-the bytes are there, for the host and for every stream. The CUDA calls follow torch's documentation and have not been run on a
-GPU; all the rest is run by tests that treat one memory as two.
+On a CPU, host and device are one memory and nothing is copied. On CUDA, every copy is a job of a thread with its own stream. The
+job waits for what must come first (a read from disk, and the work on the current stream when the copy was requested), copies, and
+ends when host and all streams can use the copy. The CUDA calls follow torch's documentation and have not been run on a GPU. Tests
+run everything else by treating one memory as two.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.tiers.ledger import Ledger, Tier
 
 
 def are_apart(device: torch.device) -> bool:
-    """Whether a device has memory of its own, beside the host's."""
+    """Whether a device has its own memory, separate from the host's."""
     return device.type != "cpu"
 
 
 class Mover:
-    """A thread that copies up, one that copies down, and the buffers on both sides.
+    """A thread that copies up to the device, one that copies down to the host, and the buffers on both sides.
 
-    Two, because what goes down may wait for other ranks (a reduction), and they may wait for what comes up.
+    There are two threads because a copy down may wait for other ranks (a reduction), and these may be waiting for a copy up.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
@@ -39,15 +39,15 @@ class Mover:
         self.is_apart = are_apart(device)
         """Whether host and device are two memories."""
         self.buffers = Buffers(ledger, Tier.HOST, self.host_memory)
-        """In host memory, where disks read and write and the CPU updates."""
+        """Host memory, for disk reads and writes and for updates on the CPU."""
         self.device_buffers = self.buffers
-        """Where gradients are formed and parameters are computed with."""
+        """Device memory, for forming gradients and for parameters in use."""
         if self.is_apart:
             self.device_buffers = Buffers(ledger, Tier.HOST if device.type == "cpu" else Tier.DEVICE, self._device_memory)
         self._up, self._down = _Way("shardwise-up", device), _Way("shardwise-down", device)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Host memory of exactly this size in whole pages, as bytes, that the device can copy from and to by itself."""
+        """Allocate host memory of whole pages, as bytes. It is pinned if the device is a GPU."""
         memory = aligned_memory(num_bytes)
         if self.device.type == "cuda":
             _pin(memory)
@@ -57,21 +57,21 @@ class Mover:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_up(self, target: torch.Tensor, source: torch.Tensor, after: Ticket | None = None) -> Ticket:
-        """Start copying to device memory once `after` has ended; neither side may be used otherwise until the Ticket has."""
+        """Start a copy to device memory that begins when `after` has ended. Use neither tensor before the Ticket has ended."""
         return self._up.copy(target, source, first=Done() if after is None else after, then=lambda: None)
 
     def copy_down(self, target: torch.Tensor, source: torch.Tensor, then: Callable[[], None] = lambda: None) -> Ticket:
-        """Start copying from device memory, and run `then` when the bytes are there."""
+        """Start a copy from device memory; the copying thread runs `then` when it is done."""
         return self._down.copy(target, source, first=Done(), then=then)
 
     def close(self) -> None:
-        """Finish what was started and end the threads."""
+        """Finish the copies that were started and end the threads."""
         self._up.close()
         self._down.close()
 
 
 class _Way:
-    """Copies in one direction, one after the other."""
+    """Runs the copies of one direction, one after the other."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class _Way:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Register memory with CUDA: unlike an allocation by torch, which is rounded up to a power of two, it keeps its size."""
+    """Pin memory by registering it with CUDA. torch's own pinned memory is rounded up to a power of two."""
     runtime = torch.cuda.cudart()
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
@@ -112,5 +112,5 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 def _unpin(runtime: Any, address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the driver may be gone at the end of the process
+    with contextlib.suppress(RuntimeError):  # at exit the driver may already be gone
         runtime.cudaHostUnregister(address)

@@ -1,8 +1,8 @@
-"""Pages that go from one freed Unit to the next gathered one: the kernel clears every page it hands out, these it does not.
+"""Moves the pages of a freed Unit to the next Unit that is gathered: new pages from the kernel would have to be cleared first.
 
-A freed Unit's pages are parked at an address of their own, and the next Unit to be gathered gets them moved under its address
-(`mremap` with MREMAP_DONTUNMAP, Linux 5.7). Addresses, and so tensors, stay; a freed Unit reads as zeros, as if its pages had
-been given back. Where the kernel refuses, pages are given back and come anew.
+A freed Unit's pages are parked at a separate address, and are moved to the address of the next Unit to be gathered (`mremap` with
+MREMAP_DONTUNMAP, Linux 5.7). The addresses of tensors do not change. A freed Unit reads as zeros, as if its pages had been
+returned to the kernel. Where the kernel refuses the move, pages are returned and allocated anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOVE_PAGES = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 
 
 def whole_huge_pages(num_bytes: int) -> int:
-    """The part of a range, from its start on, that huge pages can hold."""
+    """`num_bytes` rounded down to whole huge pages."""
     return num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
@@ -27,21 +27,21 @@ class SparePages:
     """The pages of the Unit that was freed last, until the next one is gathered."""
 
     def __init__(self, capacity: int, ledger: Ledger) -> None:
-        """At most `capacity` bytes are parked; host memory."""
+        """At most `capacity` bytes of host memory are parked."""
         self._capacity = whole_huge_pages(capacity)
         self._ledger = ledger
-        self._extents: list[int] = []  # lengths of what is parked, one after the other, each of one origin
+        self._extents: list[int] = []  # lengths of the parked ranges in order; each has one origin
         self._map: mmap.mmap | None = None
         self._start = 0
         ledger.reclaim_with(self.drop)
 
     @property
     def num_bytes(self) -> int:
-        """What is parked now."""
+        """Bytes parked now."""
         return sum(self._extents)
 
     def lend(self, address: int, length: int) -> list[int]:
-        """Move parked pages under an empty range of whole huge pages; returns the lengths that came, from its start on."""
+        """Move parked pages to an empty range of whole huge pages; return the lengths moved, from the start of the range on."""
         came: list[int] = []
         while self._extents and sum(came) < length:
             part = min(self._extents[-1], length - sum(came))
@@ -56,7 +56,7 @@ class SparePages:
         return came
 
     def park(self, address: int, extents: list[int]) -> int:
-        """Take the pages of a range that is not used any more; returns how much of it, from its start on."""
+        """Park the pages of a range that is no longer used; return how many bytes were parked, from its start on."""
         self.drop()
         for extent in extents:
             at = self.num_bytes
@@ -71,7 +71,7 @@ class SparePages:
         return self.num_bytes
 
     def drop(self) -> None:
-        """Give everything parked back."""
+        """Return all parked pages to the kernel."""
         if self._extents:
             assert self._map is not None
             self._map.madvise(mmap.MADV_DONTNEED, self._start - _address_of(self._map), self.num_bytes)
@@ -79,7 +79,7 @@ class SparePages:
             self._extents.clear()
 
     def _has_place(self) -> bool:
-        """Reserve addresses on first use."""
+        """Reserve addresses on first use; return whether there are any."""
         if self._map is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             try:
@@ -93,16 +93,16 @@ class SparePages:
 
 
 def move_pages(origin: int, target: int, length: int) -> bool:
-    """Move the pages of one anonymous range under another address, where they replace what was there; both stay mapped."""
+    """Move the pages of an anonymous range to another address; both ranges stay mapped. Return whether it worked."""
     libc = _libc()
     if libc.mremap(origin, length, length, _MOVE_PAGES, target) == target:
         return True
-    map_over(target, length)  # the kernel may have taken the old mapping away before it refused
+    map_over(target, length)  # the kernel may have unmapped the target before it refused
     return False
 
 
 def map_over(address: int, length: int, file: int = -1, start: int = 0) -> None:
-    """Let part of an existing mapping show a file, or nothing yet: Python's mmap cannot be told an address."""
+    """Map a file, or empty memory, over part of an existing mapping: Python's mmap cannot map at a given address."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if file < 0 else 0)
     if _libc().mmap(address, length, protection, flags, file, start) != address:

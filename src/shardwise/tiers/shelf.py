@@ -1,7 +1,7 @@
-"""One kind of state of many Units away from the device, one after the other, so that small neighbours move together.
+"""Offloaded states: one kind of state of many Units, one after the other, so that small neighbours are moved together.
 
-Every Unit starts at a multiple of `QUANTUM` elements, whatever the dtype: the same element number means the same place in the
-parameters, the gradients and each moment.
+Every Unit starts at a multiple of `QUANTUM` elements, whatever the dtype. So an element has the same number on the shelves of
+parameters, gradients and moments.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from shardwise.tiers.ledger import Kind, Ledger, Tier
 from shardwise.tiers.mover import Mover
 
 QUANTUM = ALIGNMENT
-"""Elements: whole blocks of disk in any dtype."""
+"""Number of elements; in any dtype these are whole disk blocks."""
 
 
 def is_aligned(memory: torch.Tensor) -> bool:
-    """Whether memory is whole blocks, so that a disk can read straight into it."""
+    """Whether memory is whole, aligned blocks, so that the disk can read straight into it."""
     return memory.data_ptr() % ALIGNMENT == 0 and memory.numel() * memory.element_size() % ALIGNMENT == 0
 
 
 def whole_quanta(numel: int) -> int:
-    """The next multiple of the quantum."""
+    """`numel` rounded up to a multiple of QUANTUM."""
     return -(-numel // QUANTUM) * QUANTUM
 
 
 class Shelf(ABC):
     """A flat vector on a tier below the device that holds one kind of state of several Units.
 
-    `fetch` and `evict` move whole quanta of elements, or all bytes of them, from element `start` on.
+    `fetch` and `evict` move whole quanta, from element `start` on; `memory` may be elements or their bytes.
     """
 
     vector: torch.Tensor | None = None
-    """The whole of it, if it is in host memory."""
+    """The whole flat vector if it is in host memory, else None."""
 
     def __init__(self, dtype: torch.dtype, lengths: Mapping[int, int], mover: Mover) -> None:
-        """`lengths` are elements by Unit, in the order in which they will lie."""
+        """`lengths` maps Units to numbers of elements, in the order in which they are stored."""
         self.dtype = dtype
         self.starts: dict[int, int] = {}
         at = 0
@@ -56,7 +56,7 @@ class Shelf(ABC):
         self._mover = mover
 
     def reserve(self, unit: int, numel: int) -> int:
-        """Give a Unit a range that others have released, and return its first element."""
+        """Reserve, for a Unit, a range that others have released; return its first element."""
         if unit in self.starts:
             raise LifecycleError(f"Unit {unit} has a range on this shelf already: a broken invariant.")
         start = self._extents.reserve(whole_quanta(numel))
@@ -70,30 +70,30 @@ class Shelf(ABC):
         return start
 
     def release(self, unit: int) -> None:
-        """Give a Unit's range back: its bytes are gone, and others may have it."""
+        """Release a Unit's range. Its contents are lost, and other Units may reserve it."""
         start, numel = self.starts.pop(unit), whole_quanta(self._lengths.pop(unit))
         self._extents.release(start, numel)
         self._free(start, numel)
 
     @abstractmethod
     def _allocate(self, start: int, numel: int) -> None:
-        """Have memory behind a range again."""
+        """Allocate the memory of a range again."""
 
     @abstractmethod
     def _free(self, start: int, numel: int) -> None:
-        """Give the memory behind a range back, as far as the tier can."""
+        """Free the memory of a range, if the tier can."""
 
     @abstractmethod
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start filling device memory."""
+        """Start copying to device memory."""
 
     @abstractmethod
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start writing from device memory, which must not change before the Ticket is waited for."""
+        """Start copying from device memory, which must not change before the Ticket is waited for."""
 
     @contextlib.contextmanager
     def borrowed(self, unit: int, *, keeps_changes: bool, is_new: bool = False) -> Iterator[torch.Tensor]:
-        """One Unit's vector in device memory for a while; if it is new it starts as zeros."""
+        """Borrow one Unit's vector in device memory, fetched, or zeros if `is_new`; evict it at the end if `keeps_changes`."""
         buffers = self._mover.device_buffers
         buffer = buffers.borrow(whole_quanta(self._lengths[unit]) * self.dtype.itemsize)
         with buffers.returned(buffer):
@@ -107,7 +107,7 @@ class Shelf(ABC):
 
 
 class HostShelf(Shelf):
-    """In host memory, beside a device that has its own."""
+    """A shelf in host memory, for a device that has its own memory."""
 
     vector: torch.Tensor
 
@@ -118,24 +118,24 @@ class HostShelf(Shelf):
         self.vector = mover.host_memory(num_bytes)[:num_bytes].view(dtype)
 
     def _allocate(self, start: int, numel: int) -> None:
-        """The vector keeps its memory."""
+        """Nothing to do: the vector keeps its memory."""
 
     def _free(self, start: int, numel: int) -> None:
-        """The vector keeps its memory."""
+        """Nothing to do: the vector keeps its memory."""
 
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Copy up."""
+        """Start a copy from host to device memory."""
         target = memory.view(self.dtype)
         return self._mover.copy_up(target, self.vector[start : start + target.numel()])
 
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Copy down."""
+        """Start a copy from device to host memory."""
         source = memory.view(self.dtype)
         return self._mover.copy_down(self.vector[start : start + source.numel()], source)
 
 
 class DiskShelf(Shelf):
-    """A range of the rank's file."""
+    """A shelf in a range of the rank's file."""
 
     def __init__(
         self, disk: DiskFile, kind: Kind, dtype: torch.dtype, lengths: Mapping[int, int], ledger: Ledger, mover: Mover
@@ -152,16 +152,16 @@ class DiskShelf(Shelf):
         self._ledger.reserve(Tier.DISK, self._kind, numel * self.dtype.itemsize)
 
     def _free(self, start: int, numel: int) -> None:
-        """The file system gets the blocks."""
+        """Return the blocks to the file system."""
         self._disk.punch(self._offset + start * self.dtype.itemsize, numel * self.dtype.itemsize)
         self._ledger.release(Tier.DISK, self._kind, numel * self.dtype.itemsize)
 
     def read(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start filling aligned host memory."""
+        """Start reading into aligned host memory."""
         return self._disk.read(memory, self._offset + start * self.dtype.itemsize)
 
     def read_peer(self, rank: int, unit: int, place: torch.Tensor) -> None:
-        """Fill `place` with another rank's vector of a Unit, from that rank's file; returns when it is there."""
+        """Read another rank's vector of a Unit from that rank's file into `place`; block until it is read."""
         at = self._offset + self.starts[unit] * self.dtype.itemsize
         if place.dtype == self.dtype and is_aligned(place):
             self._disk.read_peer(rank, place, at).wait()
@@ -173,11 +173,11 @@ class DiskShelf(Shelf):
             place.copy_(buffer.as_vector(self.dtype, place.numel()))
 
     def write(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Start writing aligned host memory."""
+        """Start writing from aligned host memory."""
         return self._disk.write(memory, self._offset + start * self.dtype.itemsize)
 
     def fetch(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Read, and copy up where device memory is not the host's."""
+        """Read; if device and host are two memories, read into a host buffer and copy up."""
         if not self._mover.is_apart:
             return self.read(memory, start)
         target = memory.view(torch.uint8)
@@ -186,7 +186,7 @@ class DiskShelf(Shelf):
         return Returning(copied, lambda: self._mover.buffers.give_back(buffer))
 
     def evict(self, memory: torch.Tensor, start: int) -> Ticket:
-        """Copy down where device memory is not the host's, and write."""
+        """Write; if device and host are two memories, copy down to a host buffer first."""
         if not self._mover.is_apart:
             return self.write(memory, start)
         source = memory.view(torch.uint8)
