@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launching import run_program
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PLACE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *PLACE)
-TIMEOUT_S = 120
 
 
 def run_script(path: Path, ranks: int, *args: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *(LAUNCHER if ranks > 1 else ()), str(path), *args],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=env,
-    )
+    done = run_program([sys.executable, *(LAUNCHER if ranks > 1 else ()), str(path), *args], env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,7 +42,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), (2, "shared memory")])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), pytest.param(2, "shared memory", marks=pytest.mark.slow)])
 def test_plain_loop(ranks: int, transport: str) -> None:
     found = re.search(r"transport (.+): loss (\S+) -> (\S+)", run_example("plain_loop.py", ranks))
     assert found is not None

@@ -13,23 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from launching import run_program
 from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
 from shardwise.cli.train import Job, loss_verdict, lr_factor, work
 from shardwise.errors import ConfigError
 
-TIMEOUT_S = 120
 KINDS = ("param", "grad", "master", "moment", "buffer", "activation", "sum")
 
 
 def run_cli(*args: str, launcher: Sequence[str] = (), env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "shardwise.cli", *args],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=clean | (env or {}),
-    )
+    command = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "shardwise.cli", *args]
+    return run_program(command, env=clean | (env or {}))
 
 
 def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

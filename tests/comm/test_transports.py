@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, ByHost, Patched, as_hosts, build
+from launching import finish
 from shardwise.comm import segment
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
@@ -212,22 +213,12 @@ def torchrun(*args: str, env: dict[str, str] | None = None, prefix: tuple[str, .
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        out, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    return out
-
-
 @pytest.mark.slow
 def test_torchruns_one_thread_is_told_from_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun gives each of several ranks one thread if its own environment says nothing."""
     for chosen_threads in (None, "1"):
         env = {"GLOO_SOCKET_IFNAME": "lo", **({} if chosen_threads is None else {"OMP_NUM_THREADS": chosen_threads})}
-        out = finish(torchrun("--standalone", "--nproc-per-node=2", str(WORKER), "threads", env=env))
+        out = finish(torchrun("--standalone", "--nproc-per-node=2", str(WORKER), "threads", env=env)).stdout
         share = 1 if chosen_threads else max(len(os.sched_getaffinity(0)) // 2, 1)
         for rank in range(2):
             assert f"rank {rank} user chose: {chosen_threads is not None}" in out, out
@@ -310,7 +301,7 @@ def test_two_by_two_ranks_across_network_namespaces() -> None:
             )
             for number, (space, link) in enumerate(zip(spaces, links, strict=True))
         ]
-        outs = [finish(process) for process in processes]
+        outs = [finish(process).stdout for process in processes]
         for rank in range(4):
             assert any(f"rank {rank}: combined" in out and f"rank {rank}: equal to the last bit" in out for out in outs), outs
     finally:

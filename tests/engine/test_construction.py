@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from cases import CASES
+from launching import run_program
 from shardwise.errors import FreedParameterError, RanksDifferError
 from shardwise.partition import FreedParameter
 from shardwise.testing import RankPool
@@ -163,11 +163,8 @@ def test_world_of_one_and_an_exception_inside() -> None:
 def test_peak_memory_of_building_gpt2_is_shards_plus_three_largest_units(tmp_path: Path) -> None:
     """A transformers GPT-2 with the proportions of the 124M one, 2 ranks, in processes of their own."""
     script = Path(__file__).parents[2] / "benchmarks" / "construction.py"
-    result = subprocess.run(
+    result = run_program(
         [sys.executable, str(script), "--layers", "6", "--hidden", "512", "--vocabulary", "50257"],
-        capture_output=True,
-        text=True,
-        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -156,7 +156,6 @@ extern "C" ssize_t pwritev(int fd, const iovec *parts, int count, off_t at) {
 """
 SHIMMED = """
 import sys, torch
-from marks import needs_native
 from shardwise import native
 from shardwise.errors import DiskError
 from shardwise.tiers import aligned_memory
