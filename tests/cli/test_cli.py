@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from launching import run_program
+from shardwise.cli import app
 from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
 from shardwise.cli.train import Job, loss_verdict, lr_factor, work
 from shardwise.errors import ConfigError
 
+SMALL = ("--size", "tiny", "--batch", "2", "--sequence", "32")
 KINDS = ("param", "grad", "master", "moment", "buffer", "activation", "sum")
 
 
@@ -28,7 +31,7 @@ def run_cli(*args: str, launcher: Sequence[str] = (), env: dict[str, str] | None
 
 
 def train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return run_cli("train", "--size", "tiny", "--batch", "2", "--sequence", "32", *args, env=env)
+    return run_cli("train", *SMALL, *args, env=env)
 
 
 def check_trained(done: subprocess.CompletedProcess[str]) -> None:
@@ -129,12 +132,20 @@ def test_under_torchrun_it_is_a_rank() -> None:
         (["--data", "{folder}/empty.txt"], "empty.txt is empty"),
     ],
 )
-def test_bad_value_is_one_line_and_code_2(args: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_value_is_one_line_and_code_2(args: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.txt").touch()
-    done = train(*(arg.format(folder=tmp_path) for arg in args))
-    assert done.returncode == 2
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    done = CliRunner().invoke(app, ["train", *SMALL, *(arg.format(folder=tmp_path) for arg in args)])
+    assert done.exit_code == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_bad_value_ends_the_program_itself() -> None:
+    done = train("--stage", "7")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "stage=7 is not a ZeRO stage" in done.stderr
 
 
 def test_refused_by_the_ranks_is_one_line_and_code_2() -> None:
@@ -151,9 +162,11 @@ def test_failure_in_a_rank_surfaces() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ranks_contradict_torchrun() -> None:
-    done = train("--ranks", "3", RANK="0", WORLD_SIZE="2")
-    assert done.returncode == 2
+def test_ranks_contradict_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(app, ["train", *SMALL, "--ranks", "3"])
+    assert done.exit_code == 2
     assert "a launch of 2 ranks" in done.stderr
 
 

@@ -94,7 +94,7 @@ class Survivors:
     def _state_ranges(self, unit: Unit, own: tuple[Piece, ...], kind: str) -> Iterator[Range]:
         stream = self._runtime.offload.step
         updates = {update.slot: (number, update) for number, update in enumerate(unit.pieces)}
-        with contextlib.nullcontext() if stream is None else stream.on_host(unit, kind) as vector:
+        with contextlib.nullcontext() if stream is None else stream.on_device(unit, kind) as vector:
             for piece in own:
                 number, update = updates[piece.slot_index]
                 skipped = piece.param_start - update.piece.param_start  # where every rank updates everything

@@ -304,8 +304,8 @@ class StreamedStep:
         return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
 
     @contextlib.contextmanager
-    def on_host(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
-        """Borrow a long state of a Unit, as long as its span, in host memory. For reading only."""
+    def on_device(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
+        """Borrow a long state of a Unit, as long as its span, for reading: fetched to the device if it is on a shelf."""
         shelf = next((r.moments.get(name) for r in self._regions if unit.index in r.lengths), None)
         if shelf is None:
             yield self.kept(unit, name)
