@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
-import threading
 from types import FrameType
 from typing import Any
 
@@ -36,8 +35,7 @@ def walk() -> dict[str, list[str]]:
 
     for number in range(4):
         if number == 2:
-            threading.setprofile(note)  # autograd's own thread on a CPU is this one; lanes run plumbing only
-            sys.setprofile(note)
+            sys.setprofile(note)  # the training thread, which runs autograd too; a Lane only runs the ends of a reduction
         loss = model(inputs).square().mean()
         if number == 3:
             sys.setprofile(None)
