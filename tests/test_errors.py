@@ -157,8 +157,9 @@ def differing(kind: str) -> str:
         m.gain.requires_grad_(False)
     if kind == "stage" and rank == 1:
         stage = 2
+    buffers = "local" if kind == "buffers" and rank == 1 else "broadcast"
     try:
-        sw.shard(m, stage=stage)
+        sw.shard(m, stage=stage, buffers=buffers)
     except RanksDifferError as error:
         return str(error)
     return "accepted"
@@ -172,6 +173,7 @@ def differing(kind: str) -> str:
         ("name", ("rank 1", "extra")),
         ("requires_grad", ("requires_grad", "'gain'")),
         ("stage", ("rank 1", "rank 0")),
+        ("buffers", ("rank 1", "'local'", "'broadcast'")),
     ],
 )
 def test_ranks_whose_models_differ(pool: RankPool, kind: str, texts: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
-"""shardwise trains PyTorch models that do not fit: the ZeRO family on the user's own model, optimizer and loop.
+"""shardwise trains PyTorch models that do not fit in memory: ZeRO stages 0 to 3 for the user's own model, optimizer and loop.
 
-Public names: `shard`, `sharded_init`, `Run`, `Precision`, `LossScale`, `Offload`, and the errors in `shardwise.errors`.
+Public names: `shard`, `sharded_init`, `Run`, `Precision`, `LossScale`, `Offload`, `ShardwiseError`, `__version__`.
 """
 
 from shardwise.api import Run, shard, sharded_init

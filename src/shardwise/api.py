@@ -1,4 +1,4 @@
-"""The front door: `shard`, `sharded_init` and the handle `Run`."""
+"""The public interface for training scripts: `shard`, `sharded_init` and the handle `Run`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def shard(
 ) -> Run:
     """Partition `model` and `optimizer` in place over the ranks of this launch; return the handle.
 
-    `stage` is required: 0, 1, 2 or 3. The other options are explained at the fields of `shardwise.config.ShardConfig`; an
-    unknown one is refused and the nearest name suggested. `mesh` is a one-dimensional DeviceMesh (default: all ranks).
+    `stage` is required: 0, 1, 2 or 3. The other options are documented at the fields of `shardwise.config.ShardConfig`; an
+    unknown one raises ConfigError, which suggests the nearest name. `mesh` is a one-dimensional DeviceMesh (default: all ranks).
     Every rank must call this with the same model and options.
     """
     config = ShardConfig.of(
@@ -85,17 +85,17 @@ def shard(
 def sharded_init(
     *, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu", offload: Offload | str | None = None
 ) -> Iterator[None]:
-    """Build a model larger than memory: inside, every submodule is partitioned as soon as it is complete.
+    """Build a model larger than memory: inside the context every submodule is partitioned as soon as it is complete.
 
-    Seed every rank alike. Parameters are bit-identical to plain construction; call `shard` afterwards. With
-    `offload=Offload(params='disk')` shards go to disk at once, so that the model may be larger than the host's memory.
+    Use the same seed on every rank, and call `shard` afterwards. Parameters are bit-identical to plain construction. With
+    `offload=Offload(params='disk')` shards are written to disk at once, so that the model may be larger than the host's memory.
     """
     with constructing(World.of(mesh, torch.device(device)), Offload.of(offload)):
         yield
 
 
 class Run:
-    """The one handle for everything that is not the user's own loop."""
+    """The handle that `shard` returns: clipping, full parameters, gradients and state dicts, loss scaling, reports."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Run:
         handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
         self._places = {name: (handle.unit, handle.slot) for name, handle in handles.items()}
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
-        """A `torch.amp.GradScaler` for this model; it passes everything through unless `Precision(loss_scale=...)` asks for
-        it."""
+        """A `torch.amp.GradScaler` for this model; without `Precision(loss_scale=...)` it scales
+        nothing."""
         self.config = config
-        """What was asked for, frozen."""
+        """The options given to `shard`, frozen."""
         self.ledger = runtime.ledger
         """Bytes per tier and kind."""
 
@@ -134,9 +134,9 @@ class Run:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Full parameters of `module` (default: the model) inside; in-place changes are kept. All ranks must enter.
+        """Inside the context `module` (default: the model) has full parameters; in-place changes are kept. All ranks must enter.
 
-        Every rank must make the same change: each keeps its own slice of what it sees.
+        Every rank must make the same change, because each stores only its own slice.
         """
         module = self._model if module is None else module
         handles = [getattr(param, "_shardwise", None) for param in module.parameters()]
@@ -148,11 +148,11 @@ class Run:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around all backwards of a step but the last: gradients are summed locally and reduced once, by the last.
+        """Use it around all backwards of a step but the last: gradients are summed locally and reduced once, by the last.
 
         Without it every backward reduces into the gradient shard, and no rank keeps more than a few Units' local gradients. With
-        it a step sends its gradients once, and every rank keeps local gradients of the whole model until then; the report shows
-        them. All ranks must use it alike.
+        it a step sends its gradients once, but every rank keeps local gradients of the whole model until the last backward. All
+        ranks must use it in the same backwards.
         """
         with self._runtime.gradients.accumulating():
             yield
@@ -183,7 +183,7 @@ class Run:
         yield from others
 
     def _check_replicas(self, others: Sequence[tuple[str, Any]]) -> None:
-        """What every rank has whole must be the same on all of them: saved from slices it would be a patchwork."""
+        """Raise if a parameter that every rank holds in full has different values on different ranks."""
         runtime = self._runtime
         whole = [unit for unit in runtime.units if unit.is_always_full]
         strangers = [(name, value) for name, value in others if isinstance(value, nn.Parameter)]
@@ -255,7 +255,7 @@ class Run:
             yield unit, {number: slot.name for number, slot in enumerate(unit.layout.slots)}
 
     def master(self, name: str) -> torch.Tensor:
-        """The full value the optimizer updates (fp32 or wider). All ranks must call."""
+        """The full value of a parameter that the optimizer updates (fp32 or wider). All ranks must call."""
         self._runtime.changes.absorb()
         unit, slot = self._place(name)
         return _param_view(unit, slot, self._survivors.full_masters(unit)).clone()
@@ -285,7 +285,7 @@ class Run:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale in force (1.0 without loss scaling)."""
+        """The current loss scale (1.0 without loss scaling)."""
         return float(self.scaler.get_scale())
 
     @property
@@ -303,7 +303,7 @@ class Run:
         self.ledger.set(device_tier(self._runtime.world.device), Kind.ACTIVATION, self._activation_bytes)
 
     def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
-        """The formula's bytes per rank for this model and configuration."""
+        """Bytes per rank that the memory formula predicts for this model and configuration."""
         activations = self._activation_bytes if activation_bytes is None else activation_bytes
         return predict_run(self.config, self._runtime, self._optimizer, activations)
 
@@ -317,7 +317,7 @@ class Run:
         return found
 
     def placement(self) -> list[str]:
-        """Where states live, how the step streams and what went through the disk; no lines if nothing is offloaded."""
+        """Lines on where states are kept, how the step is streamed and how much the disk moved; empty without offload."""
         return self._runtime.offload.describe()
 
     def report(self, *, activation_bytes: int | None = None) -> str:
@@ -328,7 +328,7 @@ class Run:
     def selfcheck(
         self, loss_of: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
     ) -> ParityReport:
-        """Compare sharded with plain replicated training of this very model, on copies; prints the differences.
+        """Compare sharded with plain replicated training of this model, on copies; rank 0 prints the differences.
 
         `loss_of(model, step)` returns this rank's loss. The model and optimizer in training are not touched. Needs
         memory for two whole copies. All ranks must call.
@@ -353,7 +353,7 @@ class Run:
         return replica, fill_replica(replica, self.iter_full_state(), optimizer, groups)
 
     def close(self) -> None:
-        """End background threads and give disk space back: parameters and states on disk are gone then."""
+        """End background threads and free disk space; parameters and states on disk are lost."""
         with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
             self._runtime.gathering.settle()
         self._runtime.transport.close()

@@ -256,6 +256,16 @@ def test_a_buffer_over_a_parameters_memory_is_refused() -> None:
         sw.shard(model, stage=1)
 
 
+def test_a_parameter_inside_a_long_buffer_is_found_behind_a_short_one() -> None:
+    memory = torch.zeros(100)
+    model = nn.Module()
+    model.register_buffer("long", memory)
+    model.register_buffer("short", memory[10:20])
+    model.weight = nn.Parameter(memory[50:60])
+    with pytest.raises(sw.errors.ModelError, match=r"'long' and 'weight'.*same memory"):
+        sw.shard(model, stage=1)
+
+
 # -- tensors that only look like parameters -----------------------------------------------------------------------
 
 

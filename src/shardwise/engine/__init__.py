@@ -1,11 +1,11 @@
 """How does one training step go?
 
-Public names: `assemble` (makes a run of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
-`Range` (what must survive), `constructing` and `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds
-that the memory formula uses), `clip_factor`, `emulates_16_bit`, `resolve_dtypes`.
+Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`
+and `Range` (what a checkpoint must contain), `constructing` and `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and
+`MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`, `emulates_16_bit` and `resolve_dtypes` (numerics).
 
-Invariants: stages differ only in the table; gradients are reduced and accumulated in fp32 or wider; parameters are
-never visible while their full vector is not filled.
+Invariants: stages differ only in the table of `stages.py`; gradients are summed in fp32 or wider; a parameter cannot be
+used before its full vector is filled.
 """
 
 from shardwise.engine.assembly import assemble

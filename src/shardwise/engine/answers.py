@@ -1,6 +1,6 @@
-"""What a parameter answers when user code touches it outside the engine's own path: the run as the owner of its Units.
+"""Decides what happens when user code touches a sharded parameter: implements `partition.Owner` for a run.
 
-`ShardedParameter` and `FreedParameter` ask here; the runtime, `Outside` and `Gradients` do the work.
+Called by `ShardedParameter` and `FreedParameter`; the runtime, `Outside` and `Gradients` do the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """The owner of a sharded model's Units. Units hold it, so it holds the runtime weakly."""
+    """The owner of a sharded model's Units. It holds the runtime by a weak reference, because Units hold it."""
 
     allows_optimizer = False
 
@@ -28,36 +28,36 @@ class Answers:
         self._runtime: weakref.ref[Runtime] | None = None
 
     def begin(self, runtime: Runtime) -> None:
-        """From here on this runtime does the work."""
+        """Set the runtime that does the work."""
         self._runtime = weakref.ref(runtime)
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of a model that still exists."""
+        """The runtime; raises if it does not exist."""
         found = None if self._runtime is None else self._runtime()
         if found is None:
             raise LifecycleError("a parameter was touched before its run began or after it ended: a broken invariant.")
         return found
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Inside a forward or backward pass, or while a state dict is loaded, a touch gathers."""
+        """Gather the touched Units if a forward, a backward or a load runs, and return True; else return False."""
         return self.runtime.touch(units)
 
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
-        """Outside any pass one operation gathers, runs, and is written back."""
+        """Run one operation outside any pass: gather, run, write back, free."""
         return self.runtime.outside.operate(function, touched, name)
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
-        """A frozen Unit becomes trainable with the first of its parameters that is unfrozen."""
+        """Make a frozen Unit trainable when the first of its parameters is unfrozen."""
         if requires_grad and not handle.unit.is_trainable:
             self.runtime.unfreeze(handle.unit)
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in a full vector."""
+        """Whether an address lies in the full vector of a Unit."""
         return self.runtime.saved.unit_at(address) is not None
 
     def copied(self, handle: Handle) -> nn.Parameter:
-        """A sharded model's parameters are copied whole, inside `run.gathered`."""
+        """Never called: parameters of a sharded model are copied as ordinary ones, inside `run.gathered`."""
         raise LifecycleError("a copy of a sharded parameter was asked for: a broken invariant.")
 
     def remedy(self) -> str:
@@ -65,7 +65,7 @@ class Answers:
         return "Do it inside `with run.gathered(module):`, on every rank."
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
-        """`parameter.grad`: None before a backward, the gradient at stage 0, else an error: it is in the shards."""
+        """`parameter.grad`: None if there is no gradient; at stage 0 the gradient; else an error, as it is in the shards."""
         runtime, unit, slot = self.runtime, handle.unit, handle.slot
         runtime.gradients.require_reduced(".grad")
         if not runtime.gradients.holds(unit, slot):

@@ -1,7 +1,7 @@
-"""Takes each parameter's gradient where autograd would accumulate it.
+"""Receives each parameter's gradient before autograd would accumulate it into `.grad`.
 
-A hook in front of every AccumulateGrad node: nothing is copied and `.grad` is never set. Hooks hold the engine weakly, because
-autograd's nodes are never collected with it.
+A prehook on every AccumulateGrad node passes the gradient to the runtime: nothing is copied, and `.grad` is never set. Hooks hold
+the runtime by a weak reference, because Python's collector cannot see what autograd's nodes hold.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from shardwise.partition import REQUIRES_GRAD, Unit, own_grad, set_own_grad
 
 
 class ArrivalListener(Protocol):
-    """Who is given gradients: the runtime."""
+    """Receives gradients: the runtime."""
 
     def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
-        """Autograd has the whole gradient of a parameter."""
+        """Receive the complete gradient of a parameter."""
 
 
 class Arrivals:
-    """Listens to the gradients of all Units, frozen ones too: they may be unfrozen."""
+    """Hooks all parameters, frozen ones too, because they may be unfrozen later."""
 
     def __init__(self, units: Sequence[Unit], listener: ArrivalListener) -> None:
         self._units = units
         self._listener = listener
-        # Autograd holds a node weakly: without this a new one, without our hook, would replace it.
+        # A parameter holds its AccumulateGrad node weakly: without this reference a new node without the hook would replace it.
         self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
         for unit in units:
             for slot, param in enumerate(unit.params):
                 self._listen(unit, slot, param)
 
     def _listen(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # looks at the graph, not at values
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():  # needs the graph only, no values
             is_frozen = not param.requires_grad
             if is_frozen:
                 torch.Tensor.requires_grad_(param)
@@ -48,9 +48,9 @@ class Arrivals:
         self._nodes[unit.index, slot] = node
 
     def take_strays(self, complete: Container[int]) -> None:
-        """Gradients that autograd accumulated itself: some changes of a parameter's memory (`p.set_()`) give it a new node.
+        """Collect gradients that autograd accumulated in `.grad`: a parameter has a new node after `p.set_()`, for example.
 
-        Of Units that are not `complete`: the others' have all arrived.
+        Units in `complete` are skipped: all their gradients have arrived.
         """
         for unit in self._units:
             if unit.index in complete:
@@ -64,7 +64,7 @@ class Arrivals:
 
 
 def is_expected(unit: Unit, slot: int) -> bool:
-    """Whether a gradient that has arrived is wanted: not if its parameter was frozen since. Refuses what cannot be honoured."""
+    """Whether to use a gradient: not if its parameter was frozen after the forward. Raises in unsupported cases."""
     param = unit.params[slot]
     with torch._C.DisableTorchFunctionSubclass():
         is_trained, hooks = REQUIRES_GRAD.__get__(param), param._post_accumulate_grad_hooks
@@ -85,7 +85,7 @@ def is_expected(unit: Unit, slot: int) -> bool:
 
 
 class _Arrival:
-    """Called by autograd with a parameter's gradient."""
+    """The prehook of one parameter: autograd calls it with the gradient."""
 
     __slots__ = ("_index", "_listener", "_slot")
 
@@ -101,16 +101,16 @@ class _Arrival:
 
 
 class EndOfBackward:
-    """What autograd calls when a backward has ended; if that raises instead, autograd drops it and it is gone."""
+    """The callback that autograd runs when a backward has ended; if the backward raises, autograd deletes it uncalled."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
 
     def __call__(self) -> None:
-        """Autograd has ended."""
+        """The backward has ended."""
         self._function()
 
 
 def is_inside_autograd() -> bool:
-    """Whether this thread runs a backward, hooks and recomputation included."""
+    """Whether this thread is inside a backward, which includes hooks and recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,6 +1,6 @@
-"""Puts a run together: checks everything that can be refused, then takes the parameters over, one Unit at a time.
+"""Builds a run: checks the model, the optimizer and the options, then takes over the parameters, one Unit at a time.
 
-Called by `shard`. Until the first Unit is filled nothing of the user's is changed.
+Called by `shard`. Before the first Unit is filled only the model's buffers may change: they are broadcast from rank 0.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -54,7 +53,7 @@ def assemble(
 ) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
-    `admit` sees what was decided before anything is changed and raises if it would not fit.
+    `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit.
     """
     infos = _check_model(model)
     _number_constructed(infos)
@@ -100,7 +99,7 @@ def assemble(
     if constructions:
         while constructions:
             constructions.pop().release()
-        gc.collect()  # a construction and its Units are cycles, with vectors and a file in them
+        gc.collect()  # a Construction and its Units form reference cycles that hold vectors and a file
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
     thaw = _Thaw(offload)
@@ -126,7 +125,7 @@ def assemble(
 
 
 def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], *, is_useful: bool) -> int:
-    """How much may be gathered ahead of its use: nothing where all parameters stay whole, or gathers take no time."""
+    """How many bytes may be gathered ahead of their use: 0 if all parameters stay full or gathers take no time."""
     sizes = [unit.full_bytes for unit in blueprints if not unit.is_always_full]
     if not sizes or not is_useful:
         return 0
@@ -140,7 +139,7 @@ def _spare_pages(world: World, blueprints: Sequence[Blueprint], ledger: Ledger) 
 
 
 def _mark(runtime: Runtime) -> dict[str, int]:
-    """Whose pieces an optimizer's states belong to."""
+    """Identifies the Pieces that an optimizer's states belong to; checked when a state dict is loaded."""
     layout = repr([(unit.span, [update.piece for update in unit.pieces], unit.layout.slots) for unit in runtime.units])
     return {
         "rank": runtime.world.shard.rank,
@@ -169,7 +168,7 @@ class _Thaw:
 
 
 def _number_constructed(infos: Sequence[ParamInfo]) -> None:
-    """Units that were built under sharded_init are exchanged in the order of their names, not of their construction."""
+    """Number Units that were built under sharded_init in the order of the model's parameters, the same on every rank."""
     by_owner: dict[Construction, dict[Unit, str]] = {}
     for info in infos:
         handle = getattr(info.param, "_shardwise", None)
@@ -180,7 +179,7 @@ def _number_constructed(infos: Sequence[ParamInfo]) -> None:
 
 
 def _constructions(infos: Sequence[ParamInfo]) -> set[Construction]:
-    """Who holds parameters that were built under sharded_init."""
+    """The Constructions of parameters that were built under sharded_init."""
     return {info.param._shardwise.unit.owner for info in infos if hasattr(info.param, "_shardwise")}
 
 
@@ -215,7 +214,7 @@ def _check_model(model: nn.Module) -> list[ParamInfo]:
 
 
 def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
-    """Two tensors over the same memory would be two after sharding: they must be one parameter with two names."""
+    """Raise if a parameter shares memory with another tensor: after sharding it would not. Tied ones must be one Parameter."""
     params = {info.name for info in infos}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
     places = []
@@ -225,9 +224,16 @@ def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             places.append((start, start + extent * tensor.element_size(), name))
     places.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(places):
-        if start >= end or not {name, other} & params:
+    reaches: dict[bool, tuple[int, str]] = {}  # of parameters and of buffers: the largest end so far, and whose it is
+    for start, end, other in places:
+        is_param = other in params
+        before = [
+            reaches[kind] for kind in ((True, False) if is_param else (True,)) if kind in reaches and start < reaches[kind][0]
+        ]
+        reaches[is_param] = max(reaches.get(is_param, (0, "")), (end, other))
+        if not before:
             continue
+        name = before[0][1]
         if not {name, other} <= params:
             raise ModelError(
                 f"{name!r} and {other!r} are a parameter and a buffer over the same memory; after sharding the buffer would not "
@@ -250,6 +256,8 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
                 config.exchange_bytes,
                 config.transport,
                 config.prefetch_bytes,
+                config.buffers,
+                config.methods,
                 dataclasses.replace(config.offload, path=None),
             )
         ),
@@ -298,7 +306,7 @@ def _emulated(world: World, config: ShardConfig) -> bool:
 
 
 def _draw(index: int, spec: UnitSpec, world: World, config: ShardConfig, emulated: bool) -> Blueprint:
-    """What a Unit will be, before anything is offloaded."""
+    """The Blueprint of a Unit; what is offloaded is decided later."""
     first = spec.infos[0].param
     stage = STAGES[config.stage]
     dtypes = resolve_dtypes(first.dtype, config.precision, emulated)
@@ -330,14 +338,14 @@ def _reservation(unit: Blueprint) -> Reservation:
 
 
 def _fill_unit(unit: Unit, spec: UnitSpec) -> None:
-    """Take the parameters' values into the Unit; the parameters' own memory is given up one Unit at a time."""
+    """Copy the parameters' values into the Unit, and free the parameters' own memory."""
     for slot, info in enumerate(spec.infos):
         store(unit, slot, _values_of(info, unit.layout.slots[slot].stride))
     unit.adopt()
 
 
 def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> torch.Tensor:
-    """A parameter's whole value, gathered from its construction shard if it was built under sharded_init."""
+    """A parameter's full value, gathered from its construction shard if it was built under sharded_init."""
     handle = getattr(info.param, "_shardwise", None)
     if handle is None:
         return flat_values(info.param, stride)

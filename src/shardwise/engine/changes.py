@@ -1,8 +1,7 @@
-"""Brings what user code writes into parameters to shards and masters: noticed on any rank, stored by all at once.
+"""Finds parameters that user code has changed on any rank, and stores the changes in shards and masters on all ranks.
 
-Called by the runtime before a step and after a backward, and around everything that reads shards. Every rank keeps only its own
-slice of what it sees, so all must have made the same change; a change that they have not all made is refused and nothing is
-stored.
+Called by the runtime before a step and after a backward, and before anything that reads shards. Every rank stores only its own
+slice, so all ranks must have made the same change; if they have not, it raises and stores nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardwise.tiers import checksum
 
 
 class Changes:
-    """Writes by hand to the parameters of one run."""
+    """Changes that user code makes to the parameters of one run."""
 
     def __init__(self, gathering: Gathering, world: World, transport: Transport, offload: Offloading) -> None:
         self._gathering = gathering
@@ -28,19 +27,19 @@ class Changes:
         self._world = world
         self._transport = transport
         self._offload = offload
-        self._shared: list[Unit] = []  # Units whose memory user code of any rank held when they were last looked for
+        self._shared: list[Unit] = []  # Units whose memory user code on any rank held at the last `absorb`
 
     def absorb(self) -> None:
-        """Bring masters and shards up to date with what user code, on any rank, wrote into parameters."""
+        """Store what user code on any rank has written to parameters in shards and masters. All ranks must call."""
         for unit in self._units:
             use = self._gathering.use(unit)
             if unit.is_always_full:
-                # Of values that are stored in fewer bits the masters would win: look at all of them, whatever versions say.
+                # With a narrower stored dtype masters would overwrite an unnoticed write: compare all values.
                 if unit.may_be_written() or (unit.blueprint.is_narrow and differs(unit)):
                     absorb(unit)
                     use.is_written = True
             elif unit.was_written_while_freed:
-                unit.reopen() if unit.keeps_memory else self._gathering.gather(unit)  # an overlay's gather needs nobody else
+                unit.reopen() if unit.keeps_memory else self._gathering.gather(unit)  # gathering an overlay needs no other rank
                 use.is_written = True
         written = [int(use.is_written) for use in self._gathering.uses]
         shared = [int(not unit.is_always_full and not unit.is_overlaid and unit.is_shared) for unit in self._units]
@@ -49,25 +48,25 @@ class Changes:
         self.store(self.chosen(found[: len(written)]))
 
     def chosen(self, flags: Iterable[int | bool]) -> list[Unit]:
-        """Units whose flag is set, one flag for each."""
+        """The Units whose flag is set; there is one flag per Unit."""
         return [unit for unit, flag in zip(self._units, flags, strict=True) if flag]
 
     def show_new_values(self) -> None:
-        """After a step: memory that user code of any rank holds shows the new values too."""
+        """After a step: write the new values into memory that user code on any rank still holds."""
         for unit in self._shared:
             self._gathering.gather(unit)
             self._gathering.free(unit)
         self._shared = []
 
     def round(self) -> None:
-        """The model computes with what is stored, also where user code has just written more digits."""
+        """Before a forward: round what user code has written to the stored dtype, so that the model computes with it."""
         for unit in self._units:
             if unit.is_always_full and unit.blueprint.is_narrow and unit.may_be_written():
                 absorb(unit)
                 with self._offload.on_device(unit, keeps_changes=True):
                     write_back(unit)
                 unit.writes.note()
-                self._gathering.use(unit).is_written = True  # ranks have yet to agree that they have made the same change
+                self._gathering.use(unit).is_written = True  # ranks still have to check that all made the same change
 
     def store(self, units: Sequence[Unit]) -> None:
         """Write what user code changed in gathered parameters back to the shards."""
@@ -84,7 +83,7 @@ class Changes:
             self._gathering.free(unit)
 
     def require_alike(self, units: Sequence[Unit]) -> None:
-        """Refuse changes that ranks have not all made."""
+        """Raise if ranks have not all made the same changes."""
         found = self.agree_on([checksum(unit.full) if unit.is_gathered else -1 for unit in units])
         for unit, (low, high) in zip(units, found, strict=True):
             if low != high:
@@ -104,7 +103,7 @@ class Changes:
                 unit.free()
 
     def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
-        """The smallest and the largest of every value over all ranks."""
+        """All-reduce: the smallest and the largest of every value over all ranks."""
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self._world.device)
         found = self._transport.all_reduce(both, torch.distributed.ReduceOp.MAX).tolist()
         return [(-low, high) for high, low in zip(found[: len(values)], found[len(values) :], strict=True)]

@@ -1,8 +1,8 @@
 """Builds a model larger than memory: every submodule is partitioned as soon as it is complete.
 
 torch calls the registration hooks used here when a module or parameter is registered; no torch function is replaced. Every
-rank draws the same random numbers and keeps its slice, so parameters are bit-identical to plain construction. Later
-touches (a framework's own initialisation, `apply`, tying) gather, run, and are written back.
+rank draws the same random numbers and keeps its slice, so parameters are bit-identical to plain construction. A later
+operation on a parameter (a framework's own initialisation, `apply`, tying) gathers its Unit, runs, and is written back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardwise.tiers import DiskFile, DiskShelf, Heap, Kind, Ledger, Mover, Shel
 
 _EXCHANGE_BYTES = 8 << 20
 _TIMEOUT_S = 600.0
-_ONLY = 0  # the one Unit on a shelf
+_ONLY = 0  # key of the only Unit on a shelf
 
 
 class Construction:
@@ -56,8 +56,8 @@ class Construction:
         self.transport: Transport = make_transport("auto", world, (), _EXCHANGE_BYTES, _TIMEOUT_S)[0]
         self.ledger = Ledger()
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
-        self._waiting: dict[int, weakref.ref[nn.Module]] = {}  # modules with new parameters, in the order in which they got them
-        self._loaded: dict[int, weakref.ref[nn.Module]] = {}  # those of them that were complete before, and are given weights
+        self._waiting: dict[int, weakref.ref[nn.Module]] = {}  # modules with parameters to be partitioned, in order
+        self._loaded: dict[int, weakref.ref[nn.Module]] = {}  # those of them in which weights replace meta parameters
         self._window = Window(self.gather, self._write_back)
         self._is_open = True
         self._num_units = 0
@@ -69,17 +69,17 @@ class Construction:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether shards go to disk."""
+        """Whether shards are kept on disk."""
         return self._disk is not None
 
     # -- registration hooks -----------------------------------------------------------------------------------
 
     def on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """A parameter is about to be registered: its module waits to be partitioned."""
+        """Registration hook: a parameter of `module` is to be partitioned once the module is complete."""
         if param is None:
             return
         before = module._parameters.get(name)
-        if before is not None and before.is_meta:  # weights stream into a model that was built without any
+        if before is not None and before.is_meta:  # weights are loaded into a model on the meta device
             for other in _alive(self._loaded):
                 if other is not module and not any(p is not None and p.is_meta for p in other._parameters.values()):
                     self.partition(other)
@@ -87,13 +87,13 @@ class Construction:
         self._waiting[id(module)] = weakref.ref(module)
 
     def on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """A submodule is about to be registered, so it is complete."""
+        """Registration hook: a module is complete when its parent registers it, so partition it."""
         for part in () if module is None else module.modules():
             if part._parameters and id(part) not in self._loaded:
                 self.partition(part)
 
     def partition(self, module: nn.Module) -> None:
-        """Keep this rank's slice of the parameters a module holds itself."""
+        """Partition the parameters that a module itself holds: keep this rank's shard of them."""
         self._waiting.pop(id(module), None)
         self._loaded.pop(id(module), None)
         by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
@@ -140,7 +140,7 @@ class Construction:
 
     @contextlib.contextmanager
     def _on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
-        """A Unit's shard in memory, wherever it lives."""
+        """Have a Unit's shard in memory inside the context: borrowed from its shelf if it is on disk."""
         shelf = self._shelves.get(unit)
         if shelf is None:
             yield
@@ -169,15 +169,15 @@ class Construction:
         unit.free()
 
     def release(self) -> None:
-        """A model has been taken over: keep no vector and no thread for it."""
+        """After `shard` has taken over a model: free buffers and end threads."""
         self._read = None
         self._mover.close()
         for buffers in (self._mover.buffers, self._mover.device_buffers):
             buffers.drop_free()
-        self.transport.close()  # the disk stays for other models built beside it, and goes with the last of them
+        self.transport.close()  # the disk file is kept for other models of this construction, and closed with the last
 
     def finish(self) -> None:
-        """Partition what no parent registered (the model itself), and accept no more touches."""
+        """Partition modules that no parent has registered (the model itself), and end the construction."""
         for module in _alive(self._waiting):
             self.partition(module)
         self._window.close()
@@ -189,17 +189,17 @@ class Construction:
                     "siblings, through .data or a view) was written after others had been touched, and the write was lost. "
                     "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
                 )
-        gc.collect()  # parameters replaced by tying are cycles with their Units
+        gc.collect()  # parameters that tying has replaced are in reference cycles with their Units
         self._heap.give_back()
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """During construction every touch gathers."""
+        """Gather touched Units and return True during construction; after it return False."""
         if self._is_open:
             self._window.touch(units)
         return self._is_open
 
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
-        """Between construction and `shard` one operation gathers, runs and is written back."""
+        """Run one operation between construction and `shard`: gather, run, write back, free."""
         self._window.touch([handle.unit for handle in touched])
         try:
             result = without_views(function(), touched, name)
@@ -214,14 +214,14 @@ class Construction:
         return result
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
-        """Which parameters are trained is decided by `shard`."""
+        """Nothing to do: `shard` looks at which parameters require gradients."""
 
     def owns(self, address: int) -> bool:
         """Whether an address lies in the full vector of a Unit, gathered or freed."""
         return any(unit.has_address(address) for unit in self.digests)
 
     def copied(self, handle: Handle) -> nn.Parameter:
-        """A copy of a parameter, partitioned like it."""
+        """A copy of a parameter, which is partitioned too."""
         unit, slot = handle.unit, handle.unit.layout.slots[handle.slot]
         original = unit.params[handle.slot]
         values = self.full_values(unit, handle.slot).as_strided(slot.shape, slot.stride)
@@ -231,18 +231,18 @@ class Construction:
         return param
 
     def number(self, units: Sequence[Unit], names: Sequence[str]) -> None:
-        """Have Units called by what they are in the finished model: ranks may have partitioned them in another order."""
+        """Number and name Units by the finished model, because ranks may have partitioned them in different orders."""
         self._window.close()
         for index, (unit, name) in enumerate(zip(units, names, strict=True)):
             unit.renumber(index)
             self.transport.watch.know(index, name.rpartition(".")[0] or name, [name])
 
     def full_values(self, unit: Unit, slot: int) -> torch.Tensor:
-        """One parameter's whole value, flat; its Unit's vector is gathered beside the parameters, which stay as they are."""
+        """One parameter's full value, flat. Its Unit is gathered into a temporary vector; the parameters stay freed."""
         if self._is_open:
-            self._window.close()  # what was touched is written back first
+            self._window.close()  # write back what was touched first
         if self._read is None or self._read[0] is not unit:
-            self._read = None  # given up before the next one is taken
+            self._read = None  # free the last vector before the next one is allocated
             full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.blueprint.device)
             with self._on_device(unit, keeps_changes=False):
                 self.transport.gather(unit.index, unit.shard, full).wait()
@@ -255,17 +255,17 @@ class Construction:
         return "It was built under sharded_init(): call sw.shard(model, optimizer, ...) first, then use the run."
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
-        """There are no gradients before training."""
+        """Always None: there are no gradients before `shard`."""
         return None
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
-        """Clearing is harmless; anything else comes too early."""
+        """Accept None; refuse gradients before `shard`."""
         if grad is not None:
             raise ShardwiseError(f"setting .grad under sharded_init(): {self.remedy()}")
 
 
 def _alive(modules: dict[int, weakref.ref[nn.Module]]) -> list[nn.Module]:
-    """Those that still exist, in order."""
+    """The modules that still exist, in order."""
     return [module for ref in list(modules.values()) if (module := ref()) is not None]
 
 

@@ -1,7 +1,7 @@
-"""Gathers and frees Units: starts early, waits, and knows who needs what to stay.
+"""Gathers and frees Units: starts gathers, waits for them, and records why a Unit must stay gathered.
 
 Called by the runtime, which decides when. Start and wait are separate: a gather that the schedule started early is only waited
-for. A Unit stays gathered while its `Use` says that somebody needs it.
+for. A Unit must not be freed while its `Use` says that it is needed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from shardwise.ticket import Ticket
 from shardwise.tiers import SparePages
 
 Entry = tuple[Unit, tuple[int, ...]]
-"""A Unit a module opens, and which of its parameters the module itself holds."""
+"""A Unit that a module opens, and the slots of it that the module itself holds if the Unit is covered, else ()."""
 
 
 class Use:
-    """Why a Unit must stay gathered. The engine's own record of a Unit."""
+    """The engine's record of why a Unit must stay gathered."""
 
     __slots__ = ("is_pinned", "is_written", "num_contexts", "passages", "scopes")
 
     def __init__(self) -> None:
-        self.scopes = 0  # forward calls and contexts that are inside the Unit now
-        self.num_contexts = 0  # of which run.gathered contexts
-        self.passages: set[object] = set()  # backwards of forward calls that have begun and not ended
-        self.is_pinned = False  # a graph holds its values, not places: kept until the next optimizer step
+        self.scopes = 0  # running forward calls and open contexts that use the Unit
+        self.num_contexts = 0  # how many of `scopes` are run.gathered contexts
+        self.passages: set[object] = set()  # forward calls whose backward has begun and not ended
+        self.is_pinned = False  # a graph holds views instead of Places: gathered until the next optimizer step
         self.is_written = False  # user code has changed gathered values, and they are not in the shards yet
 
     @property
     def is_needed(self) -> bool:
-        """Whether anybody needs the full vector."""
+        """Whether the full vector is needed."""
         return self.scopes > 0 or self.is_pinned or self.is_written or bool(self.passages)
 
 
 class Gathering:
-    """The gathers of one run: under way, in use, and kept."""
+    """Gathers and frees the Units of one run."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Gathering:
         prefetch_bytes: int,
         spare_pages: SparePages | None,
     ) -> None:
-        """`prefetch_bytes`: bound of what is gathered ahead of its use, 0 for nothing."""
+        """`prefetch_bytes`: how many bytes may be gathered ahead of their use; 0 turns that off."""
         self.units = units
         self.uses = [Use() for _ in units]
         self._transport = transport
@@ -66,18 +66,18 @@ class Gathering:
         self._events = events
         self._spare_pages = spare_pages
         self._tickets: dict[int, Ticket] = {}  # gathers that were started and not waited for, by Unit
-        self._kept: dict[int, Unit] = {}  # freed Units whose memory user code's views keep
+        self._kept: dict[int, Unit] = {}  # freed Units whose memory is kept because user code holds views of it
         self._stall_s = 0.0
         self._step_began = self._events.now()
         self._moves = [Move(unit.index, offload.source_of(unit), "full", unit.full_bytes) for unit in units]
         self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop) if prefetch_bytes else None
 
     def use(self, unit: Unit) -> Use:
-        """The engine's record of a Unit."""
+        """The record of a Unit."""
         return self.uses[unit.index]
 
     def are_open(self, entries: Sequence[Entry]) -> bool:
-        """Whether a call that is running has opened all of these."""
+        """Whether running forward calls have gathered all of these Units already."""
         for unit, _ in entries:  # noqa: SIM110  a plain loop: this runs for every module call
             if unit.is_covered or not unit.is_gathered or self.use(unit).scopes == 0:
                 return False
@@ -86,7 +86,7 @@ class Gathering:
     # -- gather -----------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
-        """Shards to full, and the parameters become usable; often the gather was started early."""
+        """Gather a Unit, so that its parameters can be used; a gather that was started early is only waited for."""
         with outside_transforms():
             self._gather(unit)
 
@@ -105,7 +105,7 @@ class Gathering:
             unit.cancel_gather()
             raise
         except BaseException:
-            self._tickets[index] = ticket  # interrupted: it goes on, for the next who asks or for `settle`
+            self._tickets[index] = ticket  # KeyboardInterrupt: the gather goes on, and `gather` or `settle` waits for it later
             raise
         pause("gather.expose")
         unit.expose()
@@ -142,7 +142,7 @@ class Gathering:
         return unit.index in self._tickets
 
     def _drop(self, move: Move) -> None:
-        """Give up a gather that was started early: its Unit was not used after all."""
+        """Discard a gather that was started early, because its Unit was not used."""
         unit, ticket = self.units[move.what], self._tickets.pop(move.what)
         try:
             ticket.wait()
@@ -151,7 +151,7 @@ class Gathering:
             unit.cancel_gather()
 
     def settle(self) -> None:
-        """Something other than the expected pass comes next: hold nothing that was started early."""
+        """Discard all gathers that were started early, because something other than the expected pass comes next."""
         if self.runner is not None:
             self.runner.stop()
         for index in list(self._tickets):
@@ -162,13 +162,13 @@ class Gathering:
     # -- free -------------------------------------------------------------------------------------------------
 
     def free(self, unit: Unit) -> None:
-        """Give a full vector's memory back, unless somebody needs it or it holds what the shards do not have."""
+        """Free a Unit, unless it is needed or user code has written values that are not in the shards yet."""
         use = self.uses[unit.index]
         if not unit.is_gathered or unit.is_always_full or use.is_needed:
             return
         if unit.may_be_written():
             absorb(unit)
-            use.is_written = True  # kept until all ranks are at a point where it can be written back
+            use.is_written = True  # stays gathered until all ranks reach a point where they can store the change
             return
         self._events.emit("free", unit.name)
         with outside_transforms():
@@ -181,36 +181,36 @@ class Gathering:
             self._spare_pages.drop()
 
     def free_all(self) -> None:
-        """Free whatever nobody needs."""
+        """Free every Unit that is not needed."""
         for unit in self.units:
             self.free(unit)
 
     def discard_kept(self) -> None:
-        """Give back memory that was in use when its Unit was freed, and no longer is."""
+        """Release memory of freed Units that was kept for views of user code, if those are gone."""
         for unit in list(self._kept.values()):
             unit.discard_kept()
             if not unit.keeps_memory:
                 del self._kept[unit.index]
 
     def end_passages(self) -> None:
-        """A backward is over, whichever of its passages were seen to end."""
+        """End all passages when a backward is over; not every passage sees its own end."""
         for use in self.uses:
             use.passages.clear()
 
     def unpin(self, unit: Unit) -> None:
-        """No longer keep a Unit gathered for a graph that saved its values: autograd would notice if that were run now."""
+        """Stop keeping a Unit gathered for a graph that saved views of it; autograd raises if that graph is run later."""
         use = self.use(unit)
         if use.is_pinned:
             use.is_pinned = False
             torch.autograd.graph.increment_version(unit.full)
 
     def cover(self, unit: Unit) -> None:
-        """Have the next touch of a covered parameter noticed, unless a context shows it to everybody."""
+        """Make a covered parameter look freed, so that a touch is noticed; not inside a run.gathered context."""
         if unit.is_covered and not self.use(unit).num_contexts:
             unit.cover()
 
     def stall_percent(self) -> int:
-        """Whole percent of the time since the last call that this rank waited for gathers."""
+        """Percentage of the time since the last call that this rank waited for gathers."""
         now = self._events.now()
         share = 100.0 * self._stall_s / max(now - self._step_began, 1e-9)
         self._stall_s, self._step_began = 0.0, now

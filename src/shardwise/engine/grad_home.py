@@ -1,7 +1,7 @@
-"""Where reduced gradients are between backward and step: in memory, or offloaded. The same questions, two answers.
+"""Keeps reduced gradients between backward and step: in memory, or offloaded. One interface, two implementations.
 
-`Gradients` reduces into a home, `Norms` reads from it, the optimizer's pieces get their `.grad` from it. Nobody else asks which
-form it has.
+`Gradients` reduces into a home, `Norms` reads from it, and the optimizer's Pieces get their `.grad` from it. Other code must not
+depend on which of the two it is.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from shardwise.ticket import Deferred, Ticket
 from shardwise.tiers import Buffer, Kind, Ledger, Mover, Shelf, device_tier, whole_quanta
 
 MAX_EVICTIONS = 2
-"""Gradient shards that are being evicted before the next reduction waits."""
+"""How many evictions of gradient shards may run before the next reduction waits."""
 
 
 class GradHome(ABC):
     """The reduced gradient of every trainable Unit: a vector as long as its span, in the master dtype."""
 
     is_offloaded: bool
-    """Whether gradients pass through buffers, so that few reductions may run at a time."""
+    """Whether gradients are formed in borrowed buffers, so that only few reductions may run at a time."""
 
     @abstractmethod
     def begin(self, unit: Unit, *, accumulates: bool) -> tuple[torch.Tensor, Ticket | None]:
-        """Memory to form a Unit's reduced gradient in. If it accumulates, earlier values are there when the Ticket has ended."""
+        """Memory to form a Unit's reduced gradient in. If it accumulates, earlier values are in it once the Ticket is done."""
 
     @abstractmethod
     def end(self, unit: Unit) -> None:
-        """The reduction has ended: the gradient may leave for where it is kept."""
+        """The reduction has ended: start to evict the gradient, if it is offloaded."""
 
     @abstractmethod
     def cancel(self, unit: Unit) -> None:
-        """The reduction failed, or has ended before: return what `begin` borrowed. What was kept before stays."""
+        """Return the buffer that `begin` borrowed, unless `end` was called. A gradient that was kept before stays."""
 
     @abstractmethod
     def hand_over(self, unit: Unit, slots: Collection[int], stage: Stage, transport: Transport) -> None:
-        """Give the optimizer's pieces of these parameters their gradients."""
+        """Set `.grad` of the optimizer's Pieces of these parameters."""
 
     def held_slots(self, unit: Unit) -> set[int]:
-        """Parameters with a piece here whose gradient the next one is added to."""
+        """Parameters with a Piece on this rank to whose gradient the next one is added."""
         return {piece.slot for piece, grad in zip(unit.pieces, unit.grads(), strict=True) if self._holds(grad)}
 
     @abstractmethod
     def _holds(self, grad: torch.Tensor | None) -> bool:
-        """Whether what a piece has as its gradient is added to."""
+        """Whether the next gradient is added to `grad`, the `.grad` of a Piece, instead of replacing it."""
 
     @abstractmethod
     def on_device(self, unit: Unit) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """A Unit's reduced gradient for reading, scaled as the step will see it."""
+        """Borrow a Unit's reduced gradient on device for reading, scaled as the step will see it."""
 
     @abstractmethod
     def scale(self, units: Iterable[Unit], factor: torch.Tensor) -> None:
@@ -69,18 +69,18 @@ class GradHome(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Return when no gradient is on its way."""
+        """Wait until no gradient is being evicted."""
 
     @abstractmethod
     def show(self, unit: Unit) -> torch.Tensor | None:
-        """The vector itself, for user code, if it is in memory."""
+        """The vector itself, for user code; None if it is not in memory."""
 
     @abstractmethod
     def forget(self, unit: Unit) -> None:
-        """No parameter of a Unit has a gradient any more."""
+        """Drop a Unit's gradient, because none of its parameters has one any more."""
 
     def each(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, UpdatePiece, torch.Tensor]]:
-        """(Unit, piece, gradient) of everything that has one, in order; one Unit at a time is on the device."""
+        """(Unit, Piece, gradient) of every Piece that has one, in order, with one Unit on device at a time."""
         for unit in units:
             held = self.held_slots(unit)
             if held:
@@ -91,14 +91,14 @@ class GradHome(ABC):
 
 
 class GradsInMemory(GradHome):
-    """A vector per Unit, made on first use and kept."""
+    """One vector per Unit, allocated on first use and kept."""
 
     is_offloaded = False
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._vectors: dict[int, torch.Tensor] = {}
-        self._shown: set[int] = set()  # user code has been given a view
+        self._shown: set[int] = set()  # Units whose vector user code may hold
 
     def begin(self, unit: Unit, *, accumulates: bool) -> tuple[torch.Tensor, Ticket | None]:
         """The vector itself."""
@@ -112,13 +112,13 @@ class GradsInMemory(GradHome):
         return self._vectors[unit.index]
 
     def end(self, unit: Unit) -> None:
-        """It stays."""
+        """Nothing to do: the vector stays in memory."""
 
     def cancel(self, unit: Unit) -> None:
-        """It stays."""
+        """Nothing to do: the vector stays in memory."""
 
     def hand_over(self, unit: Unit, slots: Collection[int], stage: Stage, transport: Transport) -> None:
-        """Where every rank updates everything, the ranks' parts are gathered first."""
+        """Set views of the vector; at stage 0 it is gathered first, because every rank updates everything."""
         grad = self._vector(unit)
         if stage.gathers_grads:
             own = unit.rank * unit.layout.shard_numel
@@ -128,7 +128,7 @@ class GradsInMemory(GradHome):
                 piece.set_grad(grad[piece.range])
 
     def _holds(self, grad: torch.Tensor | None) -> bool:
-        """Zeroed or not: zeros are added to."""
+        """True for a zeroed gradient too: the next one is added to zeros."""
         return grad is not None
 
     @contextlib.contextmanager
@@ -137,24 +137,24 @@ class GradsInMemory(GradHome):
         yield self._vector(unit)
 
     def scale(self, units: Iterable[Unit], factor: torch.Tensor) -> None:
-        """In place."""
+        """Multiply in place."""
         for _, _, grad in self.each(units):
             grad.mul_(factor.to(grad.dtype))
 
     def power_sums(self, units: Mapping[int, Unit], power: float) -> Iterator[torch.Tensor]:
-        """Formed when asked."""
+        """Computed when iterated."""
         return (power_sum(grad, power) for _, _, grad in self.each(units.values()))
 
     def settle(self) -> None:
-        """Nothing moves."""
+        """Nothing to do: there are no evictions."""
 
     def show(self, unit: Unit) -> torch.Tensor | None:
-        """The vector; from now on it may be user code's too."""
+        """The vector; from now on user code may hold it."""
         self._shown.add(unit.index)
         return self._vectors.get(unit.index)
 
     def forget(self, unit: Unit) -> None:
-        """If user code has seen the vector it keeps it, and the next gradient gets other memory."""
+        """Drop the vector if user code may hold it, so that the next gradient gets new memory; else keep the memory."""
         if unit.index in self._shown:
             self._shown.discard(unit.index)
             vector = self._vectors.pop(unit.index, None)
@@ -163,9 +163,9 @@ class GradsInMemory(GradHome):
 
 
 class OffloadedGrads(GradHome):
-    """On shelves: formed in a buffer, measured, evicted while the next one is formed, and fetched for the step.
+    """Gradients on shelves: each is formed in a buffer, evicted while the next one is formed, and fetched for the step.
 
-    What stands for a piece's gradient is a placeholder without values; `zero_grad(set_to_none=False)` shows in its version.
+    `.grad` of a Piece is a placeholder without values; `zero_grad(set_to_none=False)` is recognised by its version.
     """
 
     is_offloaded = True
@@ -174,17 +174,17 @@ class OffloadedGrads(GradHome):
         self._shelves = {index: region.grad for region in regions if region.grad is not None for index in region.lengths}
         self._mover = mover
         self.factors: dict[int, list[float]] = {}
-        """What a Unit's gradient is multiplied by when it is fetched: clipping."""
-        self._borrowed: dict[int, tuple[Buffer, torch.Tensor, Ticket | None]] = {}  # being formed, and what is fetched into it
+        """Factors, from clipping and unscaling, by which a Unit's gradient is multiplied when it is fetched."""
+        self._borrowed: dict[int, tuple[Buffer, torch.Tensor, Ticket | None]] = {}  # (buffer, vector, fetch) while being formed
         self._evictions: deque[tuple[int, Ticket, Buffer]] = deque()
-        self._measures = False  # whether sums of squares are formed before an eviction: from the first time they are asked for
-        self._sums: dict[int, list[torch.Tensor]] = {}  # by Unit and piece
+        self._measures = False  # whether to form sums of squares before an eviction: once they have been asked for
+        self._sums: dict[int, list[torch.Tensor]] = {}  # sums of squares by Unit and Piece
 
     def _shelf(self, unit: Unit) -> Shelf:
         return self._shelves[unit.index]
 
     def begin(self, unit: Unit, *, accumulates: bool) -> tuple[torch.Tensor, Ticket | None]:
-        """A buffer, into which earlier values are fetched and scaled."""
+        """Borrow a buffer; if it accumulates, earlier values are fetched into it and scaled."""
         shelf = self._shelf(unit)
         while len(self._evictions) >= MAX_EVICTIONS or any(index == unit.index for index, _, _ in self._evictions):
             self._finish_eviction()
@@ -205,7 +205,7 @@ class OffloadedGrads(GradHome):
         return grad, Deferred(finish)
 
     def end(self, unit: Unit) -> None:
-        """Measure what clipping will ask about, and evict."""
+        """Form the sums of squares that clipping will ask for, and start to evict."""
         shelf = self._shelf(unit)
         buffer, grad, _ = self._borrowed[unit.index]
         if self._measures:
@@ -233,22 +233,22 @@ class OffloadedGrads(GradHome):
             except Exception:
                 self._evictions.popleft()
                 raise
-            self._evictions.popleft()  # not before: an interrupted wait leaves it on the list
+            self._evictions.popleft()  # only now: after a KeyboardInterrupt it must still be on the list
 
     def hand_over(self, unit: Unit, slots: Collection[int], stage: Stage, transport: Transport) -> None:
-        """Placeholders: the streamed step fetches the values."""
+        """Set placeholders; the streamed step fetches the values."""
         for piece, has in zip(unit.pieces, unit.grads(), strict=True):
             if piece.slot in slots and not self._holds(has):
                 zero = torch.zeros((), dtype=piece.master.dtype, device=unit.blueprint.device)
                 piece.set_grad(zero.expand(piece.piece.numel))
 
     def _holds(self, grad: torch.Tensor | None) -> bool:
-        """Zeros are not added to: what lies on the shelf is out of date then."""
+        """False for a zeroed gradient: the shelf still has the old values, which must be replaced."""
         return grad is not None and not was_zeroed(grad)
 
     @contextlib.contextmanager
     def on_device(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Fetched for a while."""
+        """Fetch it into a borrowed buffer, and scale it."""
         self.settle()
         with self._shelf(unit).borrowed(unit.index, keeps_changes=False) as grad:
             for factor in self.factors.get(unit.index, ()):
@@ -256,13 +256,13 @@ class OffloadedGrads(GradHome):
             yield grad
 
     def scale(self, units: Iterable[Unit], factor: torch.Tensor) -> None:
-        """Noted, and done when they are fetched."""
+        """Record the factor; gradients are multiplied when they are fetched."""
         for unit in units:
             if any(piece.grad is not None for piece in unit.pieces):
                 self.factors.setdefault(unit.index, []).append(factor.item())
 
     def power_sums(self, units: Mapping[int, Unit], power: float) -> Iterator[torch.Tensor]:
-        """Formed before the eviction if they were asked for before, else by fetching everything."""
+        """Return the sums that were formed before evictions if there are any for all Units, else fetch every gradient."""
         has_all = all(i in self._sums for i, unit in units.items() if any(p.grad is not None for p in unit.pieces))
         if power != 2.0 or not has_all or self.factors:
             self._measures = True
@@ -279,15 +279,15 @@ class OffloadedGrads(GradHome):
             self._finish_eviction()
 
     def show(self, unit: Unit) -> torch.Tensor | None:
-        """There is no memory to show."""
+        """Always None: gradients are not kept in memory."""
         return None
 
     def forget(self, unit: Unit) -> None:
-        """The shelf is overwritten by the next gradient."""
+        """Nothing to do: the next gradient overwrites the shelf."""
 
 
 def power_sum(values: torch.Tensor, power: float, chunk: int = 1 << 18) -> torch.Tensor:
-    """Sum of |x|^power in fp64, through a buffer of constant size."""
+    """Sum of |x|^power in fp64, chunk by chunk, so that the extra memory is constant."""
     total = torch.zeros(1, dtype=torch.float64, device=values.device)
     for part in values.split(chunk):
         wide = part.double()

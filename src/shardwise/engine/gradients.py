@@ -1,8 +1,8 @@
-"""From autograd's gradients to gradient shards: arrival, reduction, what was used.
+"""Reduces the gradients of a backward into gradient shards, and agrees over ranks on which parameters were used.
 
-Called by the runtime. Gradients arrive one parameter at a time; a Unit whose gradients are all there is reduced in an order
-that every rank shares, so that ranks meet. At the end of a backward the ranks agree on which parameters anyone used:
-unused everywhere means no gradient, unused here counts as zero (`docs/numerics.md`).
+Called by the runtime. Gradients arrive one parameter at a time. A Unit whose gradients have all arrived is reduced, in an order
+that all ranks share, because a reduction needs every rank. A parameter that no rank used in a backward gets no gradient; if
+only some ranks used it, the gradient of the others counts as zero (`docs/numerics.md`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.ticket import Ticket
 from shardwise.tiers import Kind, Ledger, device_tier
 
 MAX_IN_FLIGHT = 2
-"""Reductions under way before the next one waits: bounds the gradients kept alive for them."""
+"""How many reductions may run before the next one waits. This bounds the local gradients that are kept alive for them."""
 PATIENCE_S = 1.0
-"""... but not for ever: a peer that uses nothing in this backward takes part only when both have reached its end."""
+"""Seconds that it waits at most, because a rank that uses nothing in this backward joins reductions only at its end."""
 
 
 class Gradients:
@@ -53,36 +53,36 @@ class Gradients:
         self._tier = device_tier(world.device)
         self._is_bounded = stage.grads is Held.SHARD or home.is_offloaded
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.units}
-        self._versions: dict[int, dict[int, int]] = {index: {} for index in self.units}  # of what has arrived
+        self._versions: dict[int, dict[int, int]] = {index: {} for index in self.units}  # tensor versions of `_arrived`
         self._order = sorted(self.units, reverse=True)  # last Unit first, until a backward shows the true order
         self._next_order = self._order
         self._buckets = self._make_buckets()
-        self._position = 0  # the next bucket
-        self._completed: dict[int, None] = {}  # in order of completion
+        self._position = 0  # the next bucket to reduce
+        self._completed: dict[int, None] = {}  # Units whose gradients have all arrived, in that order
         self._launched: set[int] = set()
         self._in_flight: deque[tuple[Ticket, Sequence[Unit], int]] = deque()
         self._flags = self._number_flags()
         self._held: dict[int, set[int]] = {index: set() for index in self.units}
         self._local: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.units}  # accumulated, not reduced yet
         self.is_accumulating = False
-        """Whether a backward only adds to local gradients; one outside `run.accumulating()` reduces them."""
+        """Whether backwards only add to local gradients: inside `run.accumulating()`."""
         self.has_accumulated = False
-        """Whether that was ever asked for: local gradients of all Units are kept then."""
+        """Whether `run.accumulating()` was ever entered: then local gradients of all Units are kept."""
         self.is_scaled = False
-        """Whether gradients are multiplied by a loss scale that the run's GradScaler has yet to divide out."""
+        """Whether gradients are still multiplied by the loss scale."""
 
     def _number_flags(self) -> dict[tuple[int, int], int]:
         slots = [(unit.index, slot) for unit in self.units.values() for slot in range(len(unit.params))]
         return {key: position for position, key in enumerate(slots)}
 
     def _make_buckets(self) -> list[list[Unit]]:
-        """The same on every rank."""
+        """Group Units into buckets; the same on every rank."""
         units = [self.units[index] for index in self._order]
         shard_bytes = [unit.layout.shard_numel * unit.dtypes.master.itemsize for unit in units]
         return [[units[at] for at in bucket] for bucket in fill_buckets(shard_bytes, [unit.dtypes for unit in units])]
 
     def add(self, unit: Unit) -> None:
-        """A Unit has become trainable; not during a backward."""
+        """Add a Unit that has become trainable. Must not be called during a backward."""
         self.units[unit.index] = unit
         in_order = sorted(self.units.items())
         self.units.clear()
@@ -107,7 +107,7 @@ class Gradients:
     # -- during backward --------------------------------------------------------------------------------------
 
     def arrive(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient; a complete Unit is reduced as soon as it is its turn."""
+        """Receive one parameter's gradient; start the buckets that are complete and next in order."""
         if self.is_accumulating:
             self._accumulate(unit, slot, grad)
             return
@@ -131,11 +131,11 @@ class Gradients:
             local[slot].add_(grad)
         else:
             self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
-            local[slot] = grad.clone()  # autograd, or a hook, may still use the one it has handed over
+            local[slot] = grad.clone()  # a copy, because autograd or a hook may still use the original
 
     @property
     def complete(self) -> Container[int]:
-        """Units of which this backward has brought every gradient."""
+        """Units whose gradients have all arrived in this backward."""
         return self._completed
 
     def _launch_ready(self) -> None:
@@ -151,7 +151,7 @@ class Gradients:
             self._finish_oldest()
         while self._in_flight and self._in_flight[0][0].is_done_within(0.0):
             self._finish_oldest()
-        for unit in bucket:  # what only earlier backwards, without reduction, have used
+        for unit in bucket:  # accumulated gradients of parameters that this backward has not used
             for slot, grad in self._local[unit.index].items():
                 self._arrived[unit.index][slot] = grad
                 self._versions[unit.index][slot] = grad._version
@@ -188,7 +188,7 @@ class Gradients:
         )
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction; the local gradients it held are gone then."""
+        """Wait for the oldest reduction and release its local gradients."""
         ticket, bucket, num_bytes = self._in_flight.popleft()
         begin = self._events.now()
         try:
@@ -205,13 +205,13 @@ class Gradients:
     # -- at the end of backward -------------------------------------------------------------------------------
 
     def finish(self, stall_percent: int, asked: Sequence[bool] = ()) -> tuple[int, list[bool], bool]:
-        """Reduce what is left, agree on what was used, and hand gradients to the optimizer's pieces.
+        """Reduce the remaining Units, agree over ranks on what was used, and set `.grad` of the optimizer's Pieces.
 
-        Ranks also agree on how much they stalled in this step, 0 to 255 percent, and on further questions: returns the largest
-        stall, which of `asked` any rank has answered with True, and whether any rank has a gradient.
+        Returns the largest `stall_percent` of all ranks (0 to 255), which flags in `asked` are True on any rank, and whether any
+        rank has a gradient.
 
-        A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks the others what
-        they used: a peer may be waiting for exactly that Unit in the middle of its own backward.
+        A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks what other ranks used:
+        another rank may be waiting for that Unit in the middle of its backward.
         """
         has_any = bool(self._launched) or any(self._arrived.values()) or any(self._local.values())
         used_here = [i in self._launched or s in self._arrived[i] or s in self._local[i] for i, s in self._flags]
@@ -221,7 +221,7 @@ class Gradients:
         if anyone_has_any:
             self._launch_rest()
         while late and self.home.is_offloaded and self._in_flight:
-            self._finish_oldest()  # a Unit's buffer is borrowed once at a time
+            self._finish_oldest()  # a Unit's buffer cannot be borrowed twice at a time
         for index in late:
             self._launch([self.units[index]], adds=True)
         while self._in_flight:
@@ -243,7 +243,7 @@ class Gradients:
     def _agree(
         self, used_here: list[bool], has_any: bool, stall_percent: int, asked: Sequence[bool]
     ) -> tuple[list[bool], list[int], bool, int, list[bool]]:
-        """What any rank used, which reduced Units received more since (nested backwards), the next order, the largest stall."""
+        """All-reduce: used slots, Units with gradients after their reduction (nested backwards), any gradient, stall, `asked`."""
         late = [i in self._launched and bool(self._arrived[i]) for i in self.units]
         order = [*self._completed, *(i for i in self._order if i not in self._completed)]
         is_new = self._world.rank == 0 and order != self._order
@@ -267,9 +267,9 @@ class Gradients:
         )
 
     def abandon(self) -> None:
-        """Forget a backward that raised in its middle.
+        """Drop the gradients of a backward that raised.
 
-        What it had already added to accumulated gradients stays, as autograd's own partial gradients would.
+        What it has already added to reduced gradients stays, as with `.grad` in plain autograd.
         """
         failed: Exception | None = None
         while self._in_flight:
@@ -300,7 +300,7 @@ class Gradients:
     # -- between backward and step ----------------------------------------------------------------------------
 
     def holds(self, unit: Unit, slot: int) -> bool:
-        """Whether a parameter has a reduced gradient, also if this rank owns no piece of it."""
+        """Whether a parameter has a reduced gradient, even if this rank owns no Piece of it."""
         return slot in self._held.get(unit.index, ())
 
     def held_slots(self, unit: Unit) -> set[int]:
@@ -331,7 +331,7 @@ class Gradients:
                 self._ledger.release(self._tier, Kind.GRAD, grad.nbytes)
 
     def require_reduced(self, what: str) -> None:
-        """Refuse what would take gradients for complete that other ranks' are not in."""
+        """Raise if there are local gradients that are not reduced over ranks yet; `what` names the caller."""
         if any(self._local.values()):
             raise OptimizerError(
                 f"{what}: gradients were accumulated inside run.accumulating() and are not reduced over ranks yet. Run the last "

@@ -1,6 +1,6 @@
-"""Attaches the runtime to an unmodified model: which modules open which Units, and what their outputs pass through.
+"""Attaches the runtime to an unmodified model by module hooks: which module gathers which Units.
 
-Hooks only say *that* something happened; the runtime decides what to do.
+Called once, by assembly. Hooks only report that something happened; the runtime decides what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Leave(Hook):
 
 
 class _LeaveLookup(Hook):
-    """After a plain embedding look-up, whose backward does not read the table."""
+    """For a plain `nn.Embedding`: its backward does not read the table, so the Unit is not gathered again."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._runtime is not None:
@@ -48,9 +48,9 @@ _UNCOMPILED = ("comm", "engine", "observe", "optim", "partition", "schedule", "t
 
 @functools.cache
 def _hide_from_compiler() -> None:
-    """Have torch.compile run this library's own code as it is: what hooks do (gather, free) is not part of any graph.
+    """Have torch.compile skip this library's code: gathering and freeing must not become part of a graph.
 
-    Not at import, because it imports the compiler, which takes a moment; an optimizer's first step would import it too.
+    Not done at import, because importing the compiler is slow; an optimizer's first step would import it anyway.
     """
     from torch._dynamo import trace_rules
 
@@ -87,21 +87,21 @@ def _is_lookup(module: nn.Module) -> bool:
 
 
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:
-    """Which Units each module opens: those placed at it and, of shared parameters placed above their holders, those it holds.
+    """Which Units each module opens: those placed at it, and covered Units whose parameter it holds.
 
-    Where parameters stay whole nothing is opened. Modules below a Unit's own have no hook: if one is called by itself,
-    the touch of its freed parameters is noticed.
+    Units that stay full are never opened. Modules below a Unit's module need no hook: if user code calls one directly,
+    its freed parameters notice that they are touched.
     """
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
         if not unit.is_always_full:
             found[unit.module].setdefault(unit, [])
-    found[model].update({})  # the whole model's forward counts even if it opens nothing: touches happen inside it
+    found[model].update({})  # the model gets hooks even if it opens nothing: parameters may be touched in its forward
     for module in model.modules():
         for param in module._parameters.values():
             handle = getattr(param, "_shardwise", None)
             if handle is not None:
-                found[module].update({})  # a state dict may be loaded into it alone
+                found[module].update({})  # it gets loading hooks, because a state dict may be loaded into it alone
                 if handle.unit.is_covered:
                     found[module].setdefault(handle.unit, []).append(handle.slot)
     return {module: tuple((u, tuple(slots)) for u, slots in opened.items()) for module, opened in found.items()}

@@ -1,8 +1,8 @@
-"""The model's buffers (running statistics, codebooks): every rank goes on with rank 0's, as under DistributedDataParallel.
+"""Broadcasts the model's buffers (running statistics, codebooks) from rank 0, as DistributedDataParallel does.
 
-Called by the runtime. Changes are noticed when a backward ends, where all ranks agree on many small things anyway; buffers
-that no rank has changed are not moved. Before a training forward ranks ask each other once more, because another forward or
-user code may have changed some since.
+Called by the runtime. Changes are looked for at the end of a backward, where ranks exchange flags anyway; only buffers that some
+rank has changed are broadcast. Ranks check again before a training forward, because another forward or user code may have changed
+buffers since.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class ModelBuffers:
-    """The buffers of one model, and what they were when ranks last had the same."""
+    """The buffers of one model, and their checksums when they were last equal on all ranks."""
 
     def __init__(self, model: nn.Module, world: World, *, is_local: bool) -> None:
         self._model = model
-        self._modules = list(model.named_modules())  # walked in every step; those added later have buffers of their own rank
+        self._modules = list(model.named_modules())  # walked in every step; buffers of modules added later are not broadcast
         self._world = world
         self._is_idle = is_local or world.world_size == 1
         self._marks: dict[str, int] = {}
@@ -45,14 +45,14 @@ class ModelBuffers:
         self._marks = {name: _mark(buffer) for name, buffer in buffers.items()}
 
     def changed(self) -> list[bool]:
-        """Which buffers this rank has changed since ranks had the same; always as long as when that was."""
+        """Which of the known buffers this rank has changed since they were last equal on all ranks."""
         if self._is_idle:
             return []
         now = dict(self._each())
         return [name not in now or _mark(now[name]) != self._marks[name] for name in self._keys]
 
     def before_forward(self, transport: Transport) -> None:
-        """A training forward of the whole model begins: whatever any rank has changed since the last backward is agreed on."""
+        """Before a training forward of the model: broadcast the buffers that any rank has changed since the last backward."""
         if self._is_idle or not self._keys or not (torch.is_grad_enabled() and self._model.training):
             return
         flags = torch.tensor(self.changed(), dtype=torch.uint8, device=self._world.device)
@@ -61,9 +61,9 @@ class ModelBuffers:
             self.broadcast(transport, [bool(flag) for flag in found], tells_autograd=True)
 
     def broadcast(self, transport: Transport, chosen: Sequence[bool], *, tells_autograd: bool = False) -> None:
-        """Every rank takes rank 0's values of the chosen buffers.
+        """Broadcast rank 0's values of the chosen buffers.
 
-        `tells_autograd`: a graph that has yet to be run backward may have saved them, and autograd must notice, as under
+        `tells_autograd`: count a new version, so that autograd raises if a graph has saved the old values, as under
         DistributedDataParallel. Not for running statistics: backward does not read them in training.
         """
         if self._is_idle:
@@ -80,7 +80,7 @@ class ModelBuffers:
 
 
 def broadcast_from_first(model: nn.Module, world: World) -> None:
-    """Before training: every rank starts with rank 0's buffers."""
+    """Broadcast rank 0's buffers before training."""
     for buffer in model.buffers():
         if world.world_size > 1 and buffer.numel() and not buffer.is_meta:
             values = _bytes_of(buffer)
@@ -88,14 +88,12 @@ def broadcast_from_first(model: nn.Module, world: World) -> None:
 
 
 def _mark(buffer: torch.Tensor) -> int:
-    """Changes when the values do. Statistics are updated by kernels that do not count versions, so it is the values
-    themselves.
-    """
+    """A checksum of the values: versions do not suffice, because kernels update running statistics without counting one."""
     return checksum(_memory_of(buffer))
 
 
 def _memory_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The elements a buffer really has: of an expanded dimension, one."""
+    """The elements that a buffer has in memory: one along an expanded dimension."""
     data = buffer.detach()
     for dim, (size, stride) in enumerate(zip(data.shape, data.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -104,12 +102,12 @@ def _memory_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
-    """A copy, as bytes: transports do not know every dtype."""
+    """A copy as bytes, because transports do not support every dtype."""
     return _memory_of(buffer).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor, *, tells_autograd: bool = False) -> None:
     memory = _memory_of(buffer)
-    values = values.clone().view(memory.dtype).view(memory.shape)  # a part of a longer vector need not be aligned
+    values = values.clone().view(memory.dtype).view(memory.shape)  # cloned, as a slice may not be aligned for the dtype
     with torch.no_grad():
         (memory if tells_autograd else memory.data).copy_(values)

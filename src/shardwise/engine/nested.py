@@ -1,4 +1,4 @@
-"""Tensors inside whatever a forward pass takes and returns: containers, mappings, dataclasses."""
+"""Finds and replaces tensors in the inputs and outputs of a forward: nested containers, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value` with every tensor replaced by `function(tensor)`; types are kept, and so is every container without a change.
+    """`value` with every tensor replaced by `function(tensor)`; a container in which nothing changes is returned as it is.
 
     A tensor that occurs twice is replaced by one and the same tensor.
     """
@@ -40,7 +40,7 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any, done: dic
         items = {key: _map(function, item, done) for key, item in value.items()}
         if all(items[key] is value[key] for key in items):
             return value
-        mapped = copy.copy(value)  # also mappings that mirror their items in attributes, as transformers' outputs do
+        mapped = copy.copy(value)  # copied, because some mappings (transformers' outputs) mirror items in attributes
         for key, item in items.items():
             mapped[key] = item
         return mapped

@@ -1,4 +1,4 @@
-"""Norms of the whole reduced gradient, clipping and unscaling by them: the same answers on every rank."""
+"""Computes the norm of all reduced gradients; clips, unscales and checks them. All ranks must call, and get the same results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.stages import Held, Stage
 
 
 class Norms:
-    """Reads gradients where they are kept, and combines what every rank found."""
+    """Reads gradients from their home, and all-reduces the results."""
 
     def __init__(self, gradients: Gradients, world: World, transport: Transport, stage: Stage, *, needs_scaling: bool) -> None:
         self._gradients = gradients
@@ -21,13 +21,13 @@ class Norms:
         self._needs_scaling = needs_scaling
         self._device = world.device
         self._transport = transport
-        self._is_partitioned = stage.states is Held.SHARD  # else every rank has the whole gradient
+        self._is_partitioned = stage.states is Held.SHARD  # else every rank has the full gradient
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """Formed in fp64 and rounded to fp32.
+        """The norm of all gradients, computed in fp64 and rounded to fp32.
 
-        Squares of fp32 values are exact in fp64 and their sum is good to about 1e-15, so the order of summation, and with it
-        the partition, shows in the rounded result only by rare chance (`docs/numerics.md` says how rare).
+        Squares of fp32 values are exact in fp64, and their sum has a relative error of about 1e-15. So the partition changes the
+        order of summation, but very rarely the rounded result (`docs/numerics.md` says how rarely).
         """
         total = torch.zeros(1, dtype=torch.float64, device=self._device)
         if norm_type == float("inf"):
@@ -63,7 +63,7 @@ class Norms:
         return norm
 
     def unscale(self, factor: float) -> bool:
-        """Divide the loss scale out of all gradients; whether all of them are finite, on every rank."""
+        """Multiply all gradients by `factor`; return whether they were finite on all ranks before."""
         self._gradients.require_reduced("run.scaler")
         is_finite = self.is_finite()
         self._home.scale(self._units.values(), torch.tensor(factor, dtype=torch.float64))
@@ -71,7 +71,7 @@ class Norms:
         return is_finite
 
     def is_finite(self) -> bool:
-        """Whether every gradient on every rank is finite, by one small reduction."""
+        """Whether every gradient on every rank is finite, by one small all-reduce."""
         bad = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for part in self._home.power_sums(self._units, 2.0):
             if not bool(torch.isfinite(part)):  # in fp64 a sum of squares of fp32 values is finite exactly if all of them are
@@ -91,5 +91,5 @@ class Norms:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The number gradients are multiplied by: torch's own formula, never above one."""
+    """The factor for all gradients, by the formula of `torch.nn.utils.clip_grad_norm_`; at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,10 +1,10 @@
-"""Which of the model's states are offloaded, and how parameters are fetched for their uses.
+"""Decides which of the model's states are offloaded, and fetches parameters when they are used.
 
-    forward, backward   fetch own shard into its place in the full vector -> exchange with the other ranks
+    forward, backward   fetch this rank's shard into its slice of the full vector -> gather
     reduce              `OffloadedGrads`
     step                `optim.StreamedStep`
 
-Built by assembly, called by `Gathering` and by whatever reads or writes shards. Every rank reads and writes its own shards only.
+Built by assembly, called by `Gathering` and by everything that reads or writes shards. A rank must write only its own shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardwise.tiers import (
 
 
 class Offloading:
-    """The shelves of one model, and the buffers everything passes through."""
+    """The shelves of one model, and the mover that copies to and from them."""
 
     def __init__(self, asked: Offload, world: World, ledger: Ledger) -> None:
         self.asked = asked
@@ -53,11 +53,11 @@ class Offloading:
         self.grads: GradHome = GradsInMemory(ledger)
         """Where reduced gradients are kept."""
         self.step: StreamedStep | None = None
-        """The streamed step, if something streams."""
+        """The streamed optimizer step; None if torch's own step is used."""
         self._region_of: dict[int, Region] = {}
-        self._on_device: set[int] = set()  # Units whose shard or masters are on the device for a while
+        self._on_device: set[int] = set()  # Units whose shard or masters are borrowed now
         self.states: dict[str, torch.dtype] = {}
-        """The optimizer's piece-long states, known if anything is offloaded."""
+        """Name and dtype of the optimizer's states that are as long as a Piece; empty without offload."""
 
     # -- set-up -----------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Offloading:
         return decided
 
     def place(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Reserve the space; an error on one rank is an error on all."""
+        """Reserve the space; if one rank fails, all ranks raise."""
         if self.asked.host_bytes is not None:
             self._ledger.limit(Tier.HOST, self.asked.host_bytes)
         if optimizer is not None and not self.asked.is_idle:
@@ -154,11 +154,11 @@ class Offloading:
                 raise DiskError(errno.EIO, f"rank {rank} cannot offload: {text}")
 
     def take_over(self, units: Mapping[int, Unit], optimizer: torch.optim.Optimizer) -> StreamedStep | None:
-        """Stream this optimizer's step, if anything it touches is offloaded or the update is asked for in host memory."""
+        """Make this optimizer's streamed step if a state is offloaded or the native update can do it; else return None."""
         trainable = [region for region in self.regions if region.blueprints[0].is_trainable]
         is_native = self.asked.optimizer != "device" and can_update(optimizer, {region.dtype for region in trainable})
         if not (self.kinds or is_native):
-            return None  # everything is in memory, and torch's own step is the way
+            return None  # everything is in memory: torch's own step is used
         factors = self.grads.factors if isinstance(self.grads, OffloadedGrads) else {}
         self.step = StreamedStep(
             optimizer, trainable, units, self.mover.buffers, self._ledger, self.asked.step_bytes, self.states, factors
@@ -166,7 +166,7 @@ class Offloading:
         return self.step
 
     def meet_peers(self, transport: Transport) -> None:
-        """Where ranks can open each other's files, let them gather different Units from disk."""
+        """Let ranks gather different Units from disk, if they can open each other's files."""
         disk = self.disk
         if disk is None or not transport.is_one_host or not self.offloads_params or self.mover.is_apart:
             return
@@ -174,9 +174,9 @@ class Offloading:
         try:
             disk.open_peers(handles)
             is_open = True
-        except OSError:  # a container that hides other processes' files: ranks must use the same Units then
+        except OSError:  # a container may hide other processes' files: then ranks must use the same Units
             is_open = False
-        if all(self.world.gather_objects(is_open)):  # and nobody goes on before all have opened
+        if all(self.world.gather_objects(is_open)):  # also waits until all ranks have opened the files
             transport.read_peers_with(self._read_peer)
 
     def _read_peer(self, tag: int, rank: int, place: torch.Tensor) -> None:
@@ -187,11 +187,11 @@ class Offloading:
     # -- parameters -------------------------------------------------------------------------------------------
 
     def source_of(self, unit: Unit) -> str:
-        """Where a gather begins: 'shards' that ranks hold, or the tier they are fetched from."""
+        """Where a gather starts: from 'shards' on device, or the tier they are offloaded to."""
         return self.asked.params if unit.blueprint.offloads_shard else "shards"
 
     def gather(self, unit: Unit, full: torch.Tensor, transport: Transport) -> Ticket:
-        """Fetch this rank's shard, straight into its place where that is possible, and exchange it."""
+        """Start to fetch this rank's shard, into the full vector if that is possible, and to gather."""
         shelf = self._region_of[unit.index].param
         assert shelf is not None
         own = own_slice(self.world, full)
@@ -204,7 +204,7 @@ class Offloading:
         shard = buffer.as_vector(shelf.dtype, own.numel())
 
         def give_back() -> None:
-            with contextlib.suppress(DiskError):  # told by the gather; here only that it has ended counts
+            with contextlib.suppress(DiskError):  # the gather raises it; here the fetch only has to end
                 ready.wait()
             buffers.give_back(buffer)
 
@@ -212,7 +212,7 @@ class Offloading:
 
     @contextlib.contextmanager
     def on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
-        """A Unit's shard and masters on the device for a while; changes are evicted if they are to be kept."""
+        """Borrow a Unit's shard and masters on device inside the context; evict them at its end if `keeps_changes`."""
         region = self._region_of.get(unit.index)
         is_offloaded = unit.blueprint.offloads_shard or unit.blueprint.offloads_master
         if region is None or not is_offloaded or unit.index in self._on_device:
@@ -262,7 +262,7 @@ class Offloading:
         return (self.asked.params, self.asked.grads, self.asked.optimizer)
 
     def close(self) -> None:
-        """Give the disk space back."""
+        """Wait for evictions, end threads and free the disk space."""
         self.grads.settle()
         self.mover.close()
         if self.disk is not None:

@@ -1,7 +1,7 @@
-"""What happens to parameters outside a training step: contexts, single operations, loading, whole vectors.
+"""Gathers and changes parameters outside a training step: contexts, single operations, loading, full vectors.
 
-Every read of another rank's shard that ends here is followed by a fence before its owner can write it again, and every write back
-happens between two fences.
+Called by `Run`, the hooks and `Answers`. No rank may write its shard before a fence shows that all ranks have read it, and every
+write back happens between two fences.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
 
 _COPIED = ("numpy", "__array__")
-"""Results that are no tensors and show the memory they were made from."""
+"""Operations whose result is an array over the parameter's memory."""
 
 
 class Outside:
-    """Gathers, changes and reads Units of one run while no pass does."""
+    """Gathers, changes and reads Units of one run outside forward and backward passes."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.num_contexts = 0
-        """`run.gathered` contexts that are open."""
+        """How many `run.gathered` contexts are open."""
         self._loading: Window | None = None
         self._loading_depth = 0
 
@@ -55,7 +55,7 @@ class Outside:
 
     @contextlib.contextmanager
     def opened(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Units gathered for a while, to be read or written."""
+        """Keep Units gathered inside the context; it does not write changes back."""
         runtime = self._runtime
         done: list[Unit] = []
         try:
@@ -74,11 +74,11 @@ class Outside:
 
     @contextlib.contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep Units gathered; on leaving, write changes back to the shards."""
+        """Keep Units gathered inside the context; at its end, write changes back to the shards."""
         runtime = self._runtime
         runtime.gathering.settle()
         runtime.changes.absorb()
-        runtime.transport.fence()  # whole parameters may live in shared memory: nobody may still read what is written now
+        runtime.transport.fence()  # full parameters may be in shared memory: no rank may still read what is written now
         done: list[Unit] = []
         self.num_contexts += 1
         try:
@@ -113,11 +113,11 @@ class Outside:
         flags = []
         for unit in units:
             is_written = unit.may_be_written()
-            if not is_written and not unit.blueprint.holds_alias:  # arrays and collectives change memory without a version: look
+            if not is_written and not unit.blueprint.holds_alias:  # arrays and collectives count no versions: compare
                 with runtime.offload.on_device(unit, keeps_changes=False):
                     is_written = differs(unit)
             flags.append(int(is_written))
-        written = runtime.changes.agree_on(flags)  # and nobody gathers any more
+        written = runtime.changes.agree_on(flags)  # after this no rank gathers any more
         changed = [unit for unit, (_, is_written) in zip(units, written, strict=True) if is_written]
         if changed:
             runtime.changes.require_alike(changed)
@@ -131,7 +131,7 @@ class Outside:
     # -- single operations ------------------------------------------------------------------------------------
 
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
-        """Gather, run one operation, write its changes back, free. Results that are views become places."""
+        """Gather, run one operation, write its changes back, free. Results that are views become `FreedView`s."""
         runtime = self._runtime
         runtime.gathering.discard_kept()
         units = list(dict.fromkeys(handle.unit for handle in touched))
@@ -141,7 +141,7 @@ class Outside:
             before = [(unit.full._version, checksum(unit.full) if looks else 0) for unit in units]
             with runtime.saved.keeping() as keeps_places:
                 result = function()
-            if not keeps_places:  # inside a torch.func transform: values, not places, are in the graph
+            if not keeps_places:  # inside a torch.func transform: the graph holds views instead of Places
                 for unit in units:
                     runtime.gathering.use(unit).is_pinned = True
             result = without_views(result, touched, name)
@@ -159,31 +159,31 @@ class Outside:
                 runtime.changes.store(written)
         return result
 
-    # -- whole vectors ----------------------------------------------------------------------------------------
+    # -- full vectors -----------------------------------------------------------------------------------------
 
     def full_grad(self, unit: Unit) -> torch.Tensor:
-        """The whole reduced gradient of a Unit, in new memory unless it is whole here."""
+        """The full reduced gradient of a Unit: a new tensor, unless this rank holds all of it in memory. All ranks must call."""
         runtime = self._runtime
         with runtime.gradients.home.on_device(unit) as grad:
             full = self.whole(unit, grad)
             return full.clone() if full is grad and runtime.gradients.home.is_offloaded else full
 
     def whole(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """The whole of a vector of which `shard` is this rank's span; itself if that is the whole. All ranks must ask."""
+        """Gather the full vector of which `shard` is this rank's span; `shard` itself if that is full. All ranks must call."""
         if shard.numel() == unit.layout.numel:
             return shard
         runtime = self._runtime
         runtime.gathering.settle()
         full = torch.empty(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-        runtime.transport.fence()  # a slower rank may still be writing its parameters by hand
+        runtime.transport.fence()  # user code on a slower rank may still be writing to its parameters
         runtime.transport.gather(unit.index, shard, full).wait()
-        runtime.transport.fence()  # and a faster one must not begin to before this is read
+        runtime.transport.fence()  # a faster rank must not write before all ranks have read
         return full
 
     # -- loading ----------------------------------------------------------------------------------------------
 
     def begin_loading(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """A module is about to copy its part of a state dict in: keep what is exact, let every touch gather its Unit."""
+        """Before a module loads its part of a state dict: store the exact values; until the load ends every touch gathers."""
         runtime = self._runtime
         if self._loading is not None and not prefix:
             runtime.start_afresh()  # the load before this one raised
@@ -205,7 +205,7 @@ class Outside:
                     store(handle.unit, handle.slot, flat_values(value.to(handle.unit.blueprint.device), stride))
 
     def end_loading(self) -> None:
-        """Write what was loaded back to the shards; graphs built before are out of date."""
+        """After a module has loaded: at the end of the whole load write values back; graphs built before are out of date."""
         self._loading_depth -= 1
         if self._loading_depth > 0:
             return
@@ -221,13 +221,13 @@ class Outside:
         runtime.transport.fence()
 
     def end_interrupted_load(self) -> None:
-        """A load raised in its middle: end it."""
+        """End a load that raised."""
         if self._loading is not None:
             self._loading_depth = 1
             self.end_loading()
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """While a state dict is loaded every touch gathers."""
+        """Gather touched Units and return True while a state dict is loaded; else return False."""
         if self._loading is not None:
             self._loading.touch(units)
         return self._loading is not None
@@ -252,10 +252,10 @@ class Outside:
 
 
 def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
-    """What one operation may hand out when its Units are freed after it: views without history become places."""
+    """Make an operation's result safe to keep when its Units are freed: views without history become `FreedView`s."""
     if name in _COPIED:
         copied = result.copy()
-        copied.flags.writeable = False  # what is written there would not reach the parameter
+        copied.flags.writeable = False  # a write to the copy would not reach the parameter
         return copied
     units = list(dict.fromkeys(handle.unit for handle in touched))
     places = [(unit.full.data_ptr(), unit.full.data_ptr() + unit.full_bytes, unit) for unit in units]
@@ -271,7 +271,7 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         if unit is None:
             return tensor
         if tensor.requires_grad:
-            return tensor  # part of a graph: its Unit stays gathered for as long as it is used
+            return tensor  # part of a graph: its memory is kept for as long as it is used
         slot = unit.layout.slot_at((address - start) // unit.dtypes.compute.itemsize)
         return FreedView.of(next(h for h in touched if h.unit is unit).at(slot), tensor)
 

@@ -1,10 +1,10 @@
-"""One forward call, and how autograd says when its backward begins and ends.
+"""Finds out when the backward of one forward call begins and ends, by hooks on the call's outputs and inputs.
 
-Autograd runs ready nodes in reverse order of creation. A hook on a call's outputs therefore runs before anything the call
-computed, and a hook on the youngest of its inputs after everything that it computed.
+Autograd runs ready nodes in reverse order of creation. So a hook on a call's outputs runs before the backward of everything
+that the call computed, and a hook on its most recent input runs after that.
 
-Both are hints: they gather a Unit before its first use in backward and free it after the last. What is missed is gathered when
-autograd asks for it (`saved.py`) and freed at the end of the backward. The graph itself stays as plain torch would make it.
+Both are hints: they gather a Unit before its first use in backward and free it after the last. A Unit that they miss is gathered
+when autograd unpacks a Place of it (`saved.py`) and freed at the end of the backward. Called by the runtime.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardwise.partition import ShardedParameter, Unit
 
 
 class BackwardListener(Protocol):
-    """Who is told when the backward of a forward call begins and ends."""
+    """Is told when the backward of a forward call begins and ends: the runtime."""
 
     def before_backward(self, units: Iterable[Unit], passage: Passage) -> None:
         """Autograd is about to run the backward of a call that used these Units."""
 
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
-        """The backward of a call is over."""
+        """The backward of a call has ended."""
 
 
 class Passage:
-    """A forward call's way back: Units are gathered when its outputs' gradients come, released when its inputs' are there."""
+    """The backward of one forward call: its Units are gathered when an output gets its gradient, released when an input does."""
 
     def __init__(self, listener: BackwardListener) -> None:
         self._listener = listener
@@ -38,9 +38,9 @@ class Passage:
         self._inputs: set[int] = set()
 
     def watch(self, inputs: Any) -> Any:
-        """End when the first of the inputs has its whole gradient (or, if none needs one, with the whole backward).
+        """Hook the inputs: the passage ends when the first of them has its gradient, or with the backward if none needs one.
 
-        Returns the inputs to use instead: a leaf outlives the call, and hooks would pile up on it, so it is passed on as a view.
+        Returns the inputs to use instead. A leaf is replaced by a view, because it outlives the call and would collect hooks.
         """
 
         def watched(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,10 +56,10 @@ class Passage:
         return map_tensors(watched, inputs)
 
     def guard(self, output: Any, units: Sequence[Unit]) -> None:
-        """Have autograd call before it runs the backward of anything this call computed."""
+        """Hook the outputs: autograd calls `_begin` before it runs the backward of anything that this call computed."""
         self._units = tuple(units)
         for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in self._inputs:  # not handed through
+            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in self._inputs:  # not an input
                 tensor.register_hook(self._begin)
 
     def _begin(self, _: torch.Tensor) -> None:
@@ -71,10 +71,10 @@ class Passage:
 
 
 def _put_last(tensor: torch.Tensor, method: Any) -> None:
-    """Have a tensor's hooks that are this method run after its others: the call that made the tensor announces its backward
-    when the one that took it has ended.
+    """Move the hooks of a tensor that are bound to `method` behind its other hooks.
 
-    Autograd walks the hooks in the order in which they were put into the dictionary, so they are taken out and put in again.
+    So the passage of the call that uses the tensor ends before the passage of the call that made it begins. Autograd runs hooks
+    in the order of this dictionary, so they are removed and inserted again.
     """
     hooks = tensor._backward_hooks
     if hooks is not None and len(hooks) > 1:
@@ -88,15 +88,15 @@ class Frame:
     __slots__ = ("entries", "hooks", "is_pinning", "is_root", "opened", "passage", "units")
 
     def __init__(self, entries: object, passage: Passage | None, *, is_root: bool = False) -> None:
-        self.entries = entries  # what the call's module opens: tells its leave from another's
+        self.entries = entries  # what the module opens; `leave` recognises its own call by it
         self.passage = passage
-        self.is_root = is_root  # the whole model's own forward
-        self.hooks: contextlib.AbstractContextManager[Any] | None = None  # on what autograd saves, if this call put them there
-        self.is_pinning = False  # hooks are not allowed here: Units stay gathered until the next step
-        self.opened: list[Unit] = []  # every Unit whose scopes this call counts in
-        self.units: list[Unit] = []  # Units this call opened: released when its backward is over
+        self.is_root = is_root  # whether it is the model's own forward
+        self.hooks: contextlib.AbstractContextManager[Any] | None = None  # saved-tensor hooks that this call installed
+        self.is_pinning = False  # saved-tensor hooks are not allowed here: Units stay gathered until the next step
+        self.opened: list[Unit] = []  # every Unit whose `scopes` this call has incremented
+        self.units: list[Unit] = []  # Units that are released when the backward of this call has ended
 
     def stop_keeping_places(self) -> None:
-        """The call is over: autograd saves as it would without us, if this call had changed that."""
+        """Remove the saved-tensor hooks that this call installed, if any."""
         if self.hooks is not None:
             self.hooks.__exit__(None, None, None)

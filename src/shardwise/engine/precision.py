@@ -1,4 +1,4 @@
-"""Resolves the precision asked for into dtypes per Unit, and knows whether this CPU only emulates 16-bit products."""
+"""Resolves the requested precision into dtypes per Unit, and finds out whether this CPU emulates 16-bit matrix products."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shardwise.config import Precision
 from shardwise.partition import UnitDtypes
 
 EMULATED_RATIO = 1.5
-"""Where a CPU does not say: a product this many times slower than in fp32 is emulated. Seen: 5 (AVX-512), 100 (AVX2)."""
+"""If the CPU's flags are unknown: a product slower than in fp32 by this is emulated. Measured: 5 (AVX-512), 100 (AVX2)."""
 _PRODUCT_FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
-"""What the kernel calls instructions for products in a dtype, on x86-64 and on Arm."""
+"""Flags in /proc/cpuinfo for products in a dtype, on x86-64 and on Arm."""
 _PROBE_SIZE = 128
-_PROBE_REPEATS = 8  # the fastest counts
+_PROBE_REPEATS = 8  # the fastest one counts
 
 
 def resolve_dtypes(own: torch.dtype, precision: Precision, emulates: bool) -> UnitDtypes:
-    """The dtypes of a Unit whose parameters were made in `own`."""
+    """The dtypes of a Unit whose parameters were created in `own`."""
     stored = precision.param or own
     compute = precision.compute
     if compute is None:
-        # Only a model written in fp32 can be computed in fp32 unasked; a 16-bit model would meet 16-bit inputs.
+        # By default only an fp32 model is computed in fp32: the inputs of a 16-bit model would be 16-bit.
         compute = own if own == torch.float32 and stored.itemsize == 2 and emulates else stored
     wide = torch.promote_types(torch.float32, own)
     return UnitDtypes(
@@ -38,9 +38,9 @@ def resolve_dtypes(own: torch.dtype, precision: Precision, emulates: bool) -> Un
 
 @functools.cache
 def emulates_16_bit(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether matrix products in `dtype` are emulated here, on CPU only: read off the CPU, or measured where it does not say.
+    """Whether this CPU emulates matrix products in `dtype`; False on other devices.
 
-    Which dtype a run computes in must not depend on how busy the machine is.
+    Measured only if the CPU's flags are unknown, because the compute dtype must not depend on how busy the machine is.
     """
     if device_type != "cpu" or dtype.itemsize != 2:
         return False
@@ -51,7 +51,7 @@ def emulates_16_bit(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """What Linux says this CPU can do; empty elsewhere."""
+    """The flags of this CPU in /proc/cpuinfo; empty if there is no such file."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             key, _, words = line.partition(":")

@@ -15,16 +15,16 @@ from shardwise.ticket import Ticket
 
 
 class LocalGrad:
-    """The gradient of one backward on this rank, as the flat vector of its Unit; what was not used counts as zero."""
+    """The gradients of one backward on this rank, read as the flat vector of their Unit; a missing one counts as zero."""
 
     def __init__(self, unit: Unit, grads: Mapping[int, torch.Tensor], versions: Mapping[int, int]) -> None:
-        """`versions`: of the gradients when they arrived."""
+        """`versions`: the tensor versions of the gradients when they arrived."""
         self._layout = unit.layout
         self._grads = grads
         self._versions = versions
 
     def check(self) -> None:
-        """Refuse gradients that were changed after autograd had handed them over."""
+        """Raise if a gradient was changed in place after it arrived."""
         for slot, grad in self._grads.items():
             if grad._version != self._versions[slot]:
                 raise ModelError(
@@ -34,7 +34,7 @@ class LocalGrad:
                 )
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
-        """Copy a range, whatever it spans."""
+        """Copy a range to `out`; it may span several parameters and padding."""
         for slot, at, run_start, numel in self._layout.cover(start, start + out.numel()):
             part = out[run_start : run_start + numel]
             grad = None if slot is None else self._grads.get(slot)
@@ -44,7 +44,7 @@ class LocalGrad:
                 _read_flat(grad, self._layout.slots[slot].stride, at, part)
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
-        """A range inside one gradient that autograd laid out like its parameter."""
+        """A range without a copy, if it lies inside one gradient with the strides of its parameter; else None."""
         slot, at, _, length = next(iter(self._layout.cover(start, start + numel)))
         grad = None if slot is None else self._grads.get(slot)
         if slot is None or grad is None or length < numel or grad.stride() != self._layout.slots[slot].stride:
@@ -53,7 +53,7 @@ class LocalGrad:
 
 
 class GradShard:
-    """This rank's slice of a Unit's reduced gradient: a slot without one is overwritten, one that has one accumulates."""
+    """This rank's slice of a Unit's reduced gradient: totals are added to slots that have a gradient and overwrite others."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class GradShard:
         ready: Ticket | None,
         check: Callable[[], None],
     ) -> None:
-        """`grad` is the span's vector. Slots in `held` accumulate; what they had before is there when `ready` has ended. `check`
-        is called before the last range is kept.
+        """`grad` is the span's vector. Slots in `held` accumulate; their values are in `grad` once `ready` is done. `check`
+        is called before the last range is written.
         """
         self._layout = unit.layout
         self._own = unit.rank * unit.layout.shard_numel
@@ -77,11 +77,11 @@ class GradShard:
         self._check = check
 
     def place(self, start: int, numel: int) -> torch.Tensor | None:
-        """Where nothing is held yet the sum may be formed in the gradient itself."""
+        """Memory to form the sum in: the gradient itself if no slot accumulates, else None."""
         return None if self._held else self._mine[start : start + numel]
 
     def __call__(self, start: int, total: torch.Tensor) -> None:
-        """Average, and keep or accumulate."""
+        """Average a range of totals, and write or add it."""
         if start + total.numel() == self._mine.numel():
             self._check()
         if self._divisor != 1.0:
@@ -110,8 +110,8 @@ def _read_flat(grad: torch.Tensor, stride: tuple[int, ...], at: int, out: torch.
     if grad.stride() == stride:
         out.copy_(grad.as_strided((grad.numel(),), (1,))[at : at + out.numel()])
         return
-    # Autograd laid it out otherwise (a transposed product, an expanded sum): read whole rows around the range,
-    # never a dense copy of the whole gradient.
+    # The gradient has other strides (a transposed product, an expanded sum): copy the whole rows around the range, and
+    # never the whole gradient.
     rows = grad.permute(sorted(range(grad.dim()), key=lambda dim: stride[dim], reverse=True))
     row_numel = max(grad.numel() // rows.shape[0], 1)
     first = at // row_numel

@@ -1,11 +1,11 @@
-"""One training step, in the order in which it happens. The first file to read.
+"""One training step, in the order in which it happens. Read this file first.
 
     forward   enter -> gather -> (user code) -> leave -> free
     backward  before_backward -> gather -> (autograd) -> gradients arrive -> reduce -> release -> free -> after_backward
-    step      before_step -> (user's optimizer) -> after_step -> gather again where parameters stay whole
+    step      before_step -> (user's optimizer) -> after_step -> gather again at stages 1 and 2
 
-The runtime decides *when*; `Gathering` gathers and frees, Units own tensors, the transport moves bytes, `Gradients` reduces. It
-must never hold a full vector longer than its stage allows, and never let user code see one that is not filled.
+Called by the hooks on the model and the optimizer. The runtime decides *when*; `Gathering` gathers and frees, Units own tensors,
+the transport moves bytes, `Gradients` reduces. A full vector must not outlive its use, nor be visible before it is filled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.tiers import Ledger, SparePages
 
 
 class Runtime:
-    """Carries out the stage table for the Units of one model."""
+    """Runs the training steps of one model: forward, backward and optimizer step."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Runtime:
         prefetch_bytes: int,
         spare_pages: SparePages | None,
     ) -> None:
-        """`thaw` makes a frozen Unit trainable; `needs_scaling`: a backward must come from a loss that was scaled."""
+        """`thaw` makes a frozen Unit trainable. `needs_scaling`: backward() must be called on a scaled loss."""
         self.units = units
         self.world = world
         self.stage = stage
@@ -74,15 +74,15 @@ class Runtime:
         self._buffers = buffers
         self._arrivals = Arrivals(units, self)
         self._thaw = thaw
-        self._unfrozen: dict[int, Unit] = {}  # frozen Units with a parameter that was unfrozen in the middle of a backward
+        self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
         self._keeps_places = stage.params is Held.SHARD
         self._frames: list[Frame] = []
         self._in_backward = False
         self._end_of_backward: weakref.ref[EndOfBackward] | None = None
-        self._is_scaled = False  # the backward that runs came from a scaled loss
+        self._is_scaled = False  # whether the running backward started from a scaled loss
         self._update_began = self.events.now()
         self.stall_percent = 0
-        """Share of the last step in which some rank waited for gathers."""
+        """Percentage of the last step spent waiting for gathers: the largest of all ranks."""
         self.num_steps = 0
         self.num_skipped_steps = 0
 
@@ -90,7 +90,7 @@ class Runtime:
 
     @timed_hook
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
-        """A module's forward begins: make its Units usable. Returns the inputs to use instead, or None."""
+        """Gather a module's Units before its forward. Returns the inputs to use instead of the given ones, or None."""
         if self._frames and not is_root and self.gathering.are_open(entries):
             frame = Frame(entries, None)
             self._frames.append(frame)
@@ -98,7 +98,7 @@ class Runtime:
             return None
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
         if not is_inside_autograd() and (self._in_backward or self.outside.is_loading or was_interrupted):
-            self.start_afresh()  # the last backward, load or forward was cut short
+            self.start_afresh()  # the last backward, load or forward raised
         if not self._frames and not self._in_backward and not is_inside_autograd():
             self._begin_forward(is_root=is_root)
         frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
@@ -109,7 +109,7 @@ class Runtime:
         return frame.passage.watch(inputs) if frame.passage is not None and frame.units else None
 
     def _begin_forward(self, *, is_root: bool) -> None:
-        """An outermost call begins, the whole model's own or another."""
+        """Prepare for an outermost forward call: the model's own (`is_root`) or a submodule's."""
         self.gathering.discard_kept()
         if is_root:
             self._buffers.before_forward(self.transport)
@@ -118,7 +118,7 @@ class Runtime:
             self.gathering.runner.begin_forward(is_new=is_root, leads_to_backward=torch.is_grad_enabled())
 
     def _keep_places(self, frame: Frame) -> None:
-        """From here to the call's end autograd keeps places of parameters that will be freed, not values."""
+        """Until the call ends, have autograd save Places instead of views of parameters that will be freed."""
         if self._keeps_places and torch.is_grad_enabled():
             try:
                 frame.hooks = self.saved.begin()
@@ -131,7 +131,7 @@ class Runtime:
         use.scopes += 1
         frame.opened.append(unit)
         if unit.is_covered and not slots:
-            return  # a module above the holders: kept until this call ends, gathered by whoever uses it
+            return  # the modules below that hold the parameter gather it; this call only keeps it from being freed
         if not unit.is_gathered:
             self.gathering.gather(unit)
         unit.uncover()
@@ -140,24 +140,24 @@ class Runtime:
 
     @timed_hook
     def leave(self, entries: Sequence[Entry], output: Any, *, reads_params_in_backward: bool = True) -> None:
-        """A module's forward ended: watch for its backward, then free what nobody else is inside of."""
+        """After a module's forward: watch for its backward, then free the Units that nothing else needs."""
         if not self._frames or self._frames[-1].entries is not entries:
-            return  # this call's enter raised: torch calls the hook after forward all the same
+            return  # `enter` raised for this call, and torch calls the forward hook anyway (always_call=True)
         frame = self._frames.pop()
         frame.stop_keeping_places()
         if frame.is_root and torch.is_grad_enabled():
-            for tensor in tensors_in(output):  # also a rank whose loss reaches no trainable parameter takes part in the backward
+            for tensor in tensors_in(output):  # ranks whose loss reaches no trainable parameter must take part in backward too
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._announced)
         if not frame.opened:
             return
         if frame.passage is not None and reads_params_in_backward:
             frame.passage.guard(output, frame.units)
-        is_recomputing = is_inside_autograd()  # then Units stay: their backward comes next
+        is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
         for unit in frame.opened:
             use = self.gathering.use(unit)
             use.scopes -= 1
-            use.is_pinned |= frame.is_pinning  # values, not places, are in the graph
+            use.is_pinned |= frame.is_pinning  # the graph holds views instead of Places
             self.gathering.cover(unit)
             if not is_recomputing:
                 self.gathering.free(unit)
@@ -165,7 +165,7 @@ class Runtime:
             self.gathering.runner.stop()  # no backward will follow
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Inside a forward or backward pass a touch gathers, as if the running module owned the parameter; else False."""
+        """Gather the touched Units if a forward, a backward or a load runs, and return True; else return False."""
         if self.outside.touch(units):
             return True
         if not self._frames and not is_inside_autograd():
@@ -190,7 +190,7 @@ class Runtime:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Autograd runs: note it if that is news, and have the end of it reported."""
+        """Note, once per backward, that a backward runs, and have autograd call `after_backward` at its end."""
         if self._in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
             self.start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
         if not self._in_backward:
@@ -204,13 +204,13 @@ class Runtime:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def scaled(self) -> None:
-        """A loss that was scaled is being run backward."""
+        """Note that the running backward started from a scaled loss."""
         self.begin_backward()
         self._is_scaled = True
 
     @timed_hook
     def before_backward(self, units: Iterable[Unit], passage: Passage) -> None:
-        """Autograd is about to run the backward of a forward call that used these Units."""
+        """Gather the Units of a forward call whose backward is about to run."""
         self.begin_backward()
         for unit in units:
             if not unit.is_gathered:
@@ -218,22 +218,22 @@ class Runtime:
             self.gathering.use(unit).passages.add(passage)
 
     def _restore(self, place: Place) -> torch.Tensor:
-        """Autograd needs a view of a Unit's parameters that a forward pass used."""
+        """Return the view that autograd saved as a Place; gather its Unit if it is freed."""
         unit = place.unit
-        if not is_inside_autograd():  # somebody looks at a graph: nobody would tell when to free
+        if not is_inside_autograd():  # user code reads a saved tensor: return a copy, as nothing would free the Unit later
             with self.outside.opened([unit]):
                 return place.view().clone()
         self.begin_backward()
         if not unit.is_gathered:
             self.gathering.gather(unit)
         if torch.is_grad_enabled():
-            # create_graph: the new graph saves this view, and nothing tells when it dies.
+            # With create_graph=True the new graph saves this view, and nothing tells when that graph is freed.
             self.gathering.use(unit).is_pinned = True
         return place.view()
 
     @timed_hook
     def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
-        """Autograd has the whole gradient of a parameter."""
+        """Receive the complete gradient of a parameter from autograd."""
         end = self._end_of_backward
         if not self._in_backward or end is None or end() is None:
             self.begin_backward()
@@ -249,13 +249,13 @@ class Runtime:
 
     @timed_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
-        """The backward of a forward call is over."""
+        """After the backward of a forward call: free its Units, unless something else needs them."""
         for unit in units:
             self.gathering.use(unit).passages.discard(passage)
             self.gathering.free(unit)
 
     def after_backward(self) -> None:
-        """Autograd has finished: reduce what is left and free everything."""
+        """After a backward: reduce the remaining gradients and free all Units that nothing else needs."""
         with outside_transforms():
             self._after_backward()
 
@@ -264,7 +264,7 @@ class Runtime:
         if self.gathering.runner is not None:
             self.gathering.runner.end_backward()
         self._arrivals.take_strays(self.gradients.complete)
-        if not self.gradients.is_accumulating:  # else what is written or changed waits for the next agreement
+        if not self.gradients.is_accumulating:  # else changes are stored after the next backward that reduces
             self._finish_gradients()
         self._in_backward = self._is_scaled = False
         self.gathering.end_passages()
@@ -275,7 +275,7 @@ class Runtime:
         self.events.emit("backward end", since=begin)
 
     def _finish_gradients(self) -> None:
-        """Gradients are reduced, and ranks agree on all that happened since the last backward."""
+        """Finish all reductions, and store the parameters and buffers that any rank has changed since the last backward."""
         written = [use.is_written for use in self.gathering.uses]
         asked = [*written, *self._buffers.changed()]
         self.stall_percent, found, has_grads = self.gradients.finish(self.gathering.stall_percent(), asked)
@@ -287,7 +287,7 @@ class Runtime:
         self._buffers.broadcast(self.transport, found[len(written) :])
 
     def unfreeze(self, unit: Unit) -> None:
-        """A parameter of a frozen Unit was unfrozen: it is trained from the next forward on."""
+        """Make a frozen Unit trainable from the next forward on, because a parameter of it was unfrozen."""
         if self._in_backward:
             self._unfrozen[unit.index] = unit
         elif not unit.is_trainable:
@@ -295,7 +295,7 @@ class Runtime:
             self.gradients.add(unit)
 
     def start_afresh(self) -> None:
-        """A forward, backward or load was cut short by an exception: drop what it left open."""
+        """Clean up after a forward, backward or load that raised: end what it left open and free Units."""
         was_in_backward, self._in_backward = self._in_backward, False
         self.gathering.settle()
         if was_in_backward:
@@ -313,7 +313,7 @@ class Runtime:
     # -- step -------------------------------------------------------------------------------------------------
 
     def before_step(self, has_closure: bool = False) -> None:
-        """The optimizer is about to update shards: write changes by hand back first, refuse what would be lost."""
+        """Before `optimizer.step()`: raise if the step would be wrong, store what user code has changed, free Units, fence."""
         if has_closure and self.needs_scaling:
             raise OptimizerError(
                 "optimizer.step(closure) with loss scaling: gradients that the closure makes would not be checked for overflow. "
@@ -345,11 +345,11 @@ class Runtime:
             self.gathering.free(unit)
 
     def cleared(self, slots: Collection[tuple[int, int]], *, set_to_none: bool) -> None:
-        """`optimizer.zero_grad()` was called, by which this rank's pieces have lost their gradients."""
+        """After `optimizer.zero_grad()`: clear the reduced gradients of the same parameters."""
         self.gradients.clear(slots, set_to_none=set_to_none)
 
     def after_closure(self) -> None:
-        """The closure that the optimizer called may have run forward passes: nobody updates before all have ended."""
+        """After the optimizer's closure: no rank updates before all ranks have ended the closure's forward passes."""
         self.gathering.settle()
         self._fence()
 
@@ -359,7 +359,7 @@ class Runtime:
         self.events.emit("fence", since=begin)
 
     def after_step(self) -> None:
-        """Shards are new: round masters into them, and refresh parameters that stay whole."""
+        """After `optimizer.step()`: round masters into the shards, and gather again at stages 1 and 2."""
         self.events.emit("update", since=self._update_began)
         self._free_for_step()  # again: a closure may have run a backward
         self.num_steps += 1
@@ -377,22 +377,22 @@ class Runtime:
                 raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")
             if self.offload.step is None:
                 publish_master(unit)
-        self._fence()  # every rank's shards are new from here on
+        self._fence()  # every rank's shards are updated from here on
         if self.stage.gathers_after_step:
             begin = self.events.now()
             for ticket in [self.transport.gather(unit.index, unit.shard, unit.full) for unit in updated]:
                 ticket.wait()
-            self._fence()  # and every rank has read them: from here on anybody may write to whole parameters
+            self._fence()  # every rank has read them: from here on user code may write to full parameters
             self.events.emit("refresh", since=begin)
         for unit, slots in updated.items():
             unit.changed(slots)
 
     def unscale(self, factor: float) -> bool:
-        """Divide the loss scale out of all gradients; whether all of them are finite, on every rank."""
+        """Multiply all reduced gradients by `factor`; return whether they are finite on all ranks."""
         return self.norms.unscale(factor)
 
     def skip_step(self) -> None:
-        """A gradient overflowed on some rank, and no rank updates."""
+        """Clear all gradients without an update, because a gradient overflowed on some rank."""
         self.gradients.clear()
         self.num_skipped_steps += 1
         self.events.emit("step skipped")

@@ -1,9 +1,9 @@
-"""What autograd keeps of parameters that come and go: their place instead of their values.
+"""Has autograd save a `Place` instead of a view of a parameter, so that a Unit can be freed between forward and backward.
 
 While a forward pass runs, every tensor that autograd saves passes through here (`torch.autograd.graph.saved_tensors_hooks`).
-A view of a Unit's full vector is kept as a `Place` and gathered again when backward asks for it, however backward got there;
-so the hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is kept
-as it is, or handed to the hooks that were there before ours.
+A view of a Unit's full vector is saved as a `Place`, and its Unit is gathered when backward unpacks that. This works for every
+graph; the hooks on a call's outputs only start gathers earlier (`docs/decisions/0011-saved-places.md`). Any other tensor is saved
+as it is, or passed to the saved-tensor hooks that were installed before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Place(NamedTuple):
-    """A view of a Unit's full vector, the version its parameter had, and how often that had been given other memory."""
+    """A view of a Unit's full vector, with the version and epoch (`Writes.epochs`) that its parameter had when it was saved."""
 
     unit: Unit
     slot: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
     def check(self) -> None:
-        """Refuse a parameter that no longer has the values that were saved."""
+        """Raise if the parameter no longer has the values that were saved."""
         unit = self.unit
         if self.version != _version_of(unit, self.slot) or self.epoch != unit.writes.epochs[self.slot]:
             raise StaleGraphError(
@@ -46,33 +46,33 @@ class Place(NamedTuple):
             )
 
     def view(self) -> torch.Tensor:
-        """The values, while the Unit is gathered."""
+        """The view itself; valid while the Unit is gathered."""
         full = self.unit.full if self.unit.full.dtype == self.dtype else self.unit.full.view(self.dtype)
         return full.as_strided(self.shape, self.stride, full.storage_offset() + self.offset)
 
 
 class _Passed(NamedTuple):
-    """What other hooks made of a tensor."""
+    """A tensor that was packed by other saved-tensor hooks."""
 
     unpack: Callable[[Any], torch.Tensor]
     value: Any
 
 
 class SavedPlaces:
-    """Knows where full vectors lie, and puts its hooks on top of whatever hooks there are."""
+    """Knows the addresses of all full vectors, and installs saved-tensor hooks on top of existing ones."""
 
     def __init__(self, restore: Callable[[Place], torch.Tensor]) -> None:
-        """`restore` gathers a place's Unit and returns the view."""
+        """`restore` gathers the Unit of a Place and returns the view."""
         self._restore = restore
         self._starts: list[int] = []
         self._entries: list[tuple[int, int, Unit]] = []  # (start, end, Unit) of full vectors, by address
         self._known: set[int] = set()
-        self._slots: dict[int, int] = {}  # slots by the address they begin at: nearly every saved view begins with its parameter
-        self.low = self.high = 0  # no full vector lies outside
+        self._slots: dict[int, int] = {}  # slot by its first address: nearly every saved view begins with its parameter
+        self.low = self.high = 0  # all full vectors lie between these addresses
         self._pack: Callable[[torch.Tensor], Any] = _Pack(self, None)
 
     def know(self, unit: Unit) -> None:
-        """A Unit's full vector has an address from now on."""
+        """Record the address of a Unit's full vector, which never changes."""
         if unit.index not in self._known:
             self._known.add(unit.index)
             start = unit.full.data_ptr()
@@ -83,7 +83,7 @@ class SavedPlaces:
             self._slots |= {start + slot.offset * itemsize: number for number, slot in enumerate(unit.layout.slots) if slot.numel}
 
     def unit_at(self, address: int) -> Unit | None:
-        """The Unit whose full vector an address lies in."""
+        """The Unit whose full vector contains an address, or None."""
         at = bisect.bisect_right(self._starts, address) - 1
         if at >= 0:
             _, end, unit = self._entries[at]
@@ -92,7 +92,7 @@ class SavedPlaces:
         return None
 
     def begin(self) -> contextlib.AbstractContextManager[Any] | None:
-        """Put the hooks on top, if they are not; the context to leave, or None. Raises LookupError where none are allowed."""
+        """Install the hooks. Returns the context to exit, or None if they are installed; LookupError if hooks are disabled."""
         top: Hooks | None = None if _top is None else _top(False)
         if top is not None and isinstance(top[0], _Pack) and top[0].places is self:
             return None
@@ -104,7 +104,7 @@ class SavedPlaces:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[bool]:
-        """The hooks, for one operation or one context; False if they are not allowed here."""
+        """Install the hooks for one operation or context; yields False if hooks are disabled here."""
         is_allowed, context = True, None
         try:
             context = self.begin() if torch.is_grad_enabled() else None
@@ -117,7 +117,7 @@ class SavedPlaces:
                 context.__exit__(None, None, None)
 
     def place(self, unit: Unit, tensor: torch.Tensor, address: int) -> Place:
-        """Where a tensor lies."""
+        """The Place of a tensor that lies in a Unit's full vector."""
         start = address - unit.full.data_ptr()
         slot = self._slots.get(address)
         if slot is None:
@@ -126,7 +126,7 @@ class SavedPlaces:
         return Place(unit, slot, unit.params[slot]._version, epoch, tensor.shape, tensor.stride(), offset, tensor.dtype)
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """Autograd asks for what was saved."""
+        """Return a saved tensor to autograd; the Unit of a Place is gathered."""
         kind = type(kept)
         if kind is tuple:
             tensor, version = kept
@@ -171,7 +171,7 @@ class _Pack:
                 return places.place(unit, tensor, address)
         if self._outer is not None:
             return _Passed(self._outer[1], self._outer[0](tensor))
-        # Detached, because a node that keeps its own output would never be collected; a detached tensor counts the same versions.
+        # Detached, because a node that saved its own output would be a reference cycle; it shares the version counter.
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 
 

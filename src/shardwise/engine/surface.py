@@ -1,4 +1,4 @@
-"""What of a model besides its forward is bound to its run: loading, `zero_grad`, further methods, the dtype of inputs."""
+"""Hooks for other calls of a model than forward: loading, `zero_grad`, methods chosen by the user; and for input dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, ModelError
 
 
 class Hook:
-    """A hook bound to one model; a deep copy of the model must not drive the original's Units, so copies do nothing."""
+    """A hook of one model. Its copies do nothing, because a deep copy of the model must not gather the original's Units."""
 
     def __init__(self, runtime: Runtime | None, entries: tuple[Entry, ...] = ()) -> None:
         self._runtime = runtime
@@ -34,19 +34,19 @@ class Hook:
 
 
 class BeginLoading(Hook):
-    """Before a module loads its part of a state dict."""
+    """Runs before a module loads its part of a state dict."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Keep what is exact, let touches gather."""
+        """Store the exact values, and let touches gather."""
         if self._runtime is not None:
             self._runtime.outside.begin_loading(module, state, prefix)
 
 
 class EndLoading(Hook):
-    """After it."""
+    """Runs after a module has loaded its part of a state dict."""
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Write back; refuse parameters that were replaced."""
+        """Write values back; raise if parameters were replaced."""
         if self._runtime is not None:
             self._runtime.outside.end_loading()
             strangers = [name for name, param in module.named_parameters() if not hasattr(param, "_shardwise")]
@@ -58,10 +58,10 @@ class EndLoading(Hook):
 
 
 class CastInputs(Hook):
-    """Floating inputs of the whole model take the compute dtype."""
+    """Casts floating-point inputs of the model to the compute dtype."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The inputs to use instead."""
+        """Return the inputs to use instead."""
         if self._runtime is None:
             return None
         dtype = self._runtime.units[0].dtypes.compute
@@ -88,14 +88,14 @@ class ZeroGrad:
 
 
 class Method:
-    """A method that counts as a forward pass of its module."""
+    """A method that gathers and frees Units as the forward of its module does."""
 
     def __init__(self, owner: nn.Module, method: Callable[..., Any], runtime: Runtime, entries: tuple[Entry, ...]) -> None:
         functools.update_wrapper(self, method)
         self._owner, self._method, self._runtime, self._entries = owner, method, runtime, entries
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The method's own result."""
+        """Call the method between `enter` and `leave`, and return its result."""
         output = None
         try:
             replaced = self._runtime.enter(self._entries, (args, kwargs))
@@ -111,7 +111,7 @@ class Method:
 
 
 def check_methods(model: nn.Module, paths: Sequence[str]) -> None:
-    """Refuse names that are not methods of the model or its submodules, before anything is changed."""
+    """Raise for names that are not methods of the model or its submodules."""
     for path in paths:
         owner_path, _, name = path.rpartition(".")
         try:

@@ -1,7 +1,7 @@
-"""Everything of a run that must survive it: values, masters and optimizer states, wherever they live.
+"""Reads everything that a checkpoint of a run must contain: values, masters and optimizer states, wherever they are kept.
 
-Seen as ranges of named parameters, so that nothing here depends on Units, world size, stage, placement or `step_bytes`. Over all
-ranks every element of every kind comes exactly once. Reading communicates only where it says so.
+It returns ranges of named parameters, so that the result does not depend on Units, world size, stage, placement or `step_bytes`.
+Over all ranks every element of every kind is returned exactly once. Methods communicate only where they say so.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Range(NamedTuple):
 
 
 class Survivors:
-    """Reads what one run must keep."""
+    """Reads what must survive one run."""
 
     def __init__(self, runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> None:
         self._runtime = runtime
         self._optimizer = optimizer
 
     def ranges(self) -> Iterator[Range]:
-        """This rank's part of everything as long as its parameter; one Unit's vector at a time is fetched if it is offloaded."""
+        """This rank's ranges of all states as long as their parameter, fetching one vector at a time. All ranks must iterate."""
         self._runtime.changes.absorb()
         for unit in self._runtime.units:
             own = unit.layout.pieces(unit.rank)
             with self._master(unit) as master:
                 kind = MASTER if unit.is_trainable else VALUE
-                # The whole flat vector is there where every rank updates everything: each still answers for its shard only.
+                # At stage 0 every rank has the full vector of masters, but returns its own shard only.
                 skipped = unit.rank * unit.layout.shard_numel if master.numel() == unit.layout.numel else 0
                 for piece in own:
                     at = skipped + piece.shard_start
@@ -56,7 +56,7 @@ class Survivors:
                 yield from self._state_ranges(unit, own, kind)
 
     def counters(self) -> Iterator[tuple[str, str, Any]]:
-        """(parameter, name, value) of the optimizer's other states, such as a step count, of parameters with a piece here."""
+        """(parameter, name, value) of other optimizer states, such as step counts, of parameters with a Piece on this rank."""
         stream = self._runtime.offload.step
         for unit in self._runtime.units:
             for number, update in enumerate(unit.pieces):
@@ -66,7 +66,7 @@ class Survivors:
                         yield unit.layout.slots[update.slot].name, kind, value
 
     def full_masters(self, unit: Unit) -> torch.Tensor:
-        """All masters of a Unit (stored values of a frozen one), in new memory unless they are whole here. All ranks must ask."""
+        """The full masters of a Unit (stored values if frozen): new memory, unless this rank holds all. All ranks must call."""
         with self._master(unit) as master:
             full = self._runtime.outside.whole(unit, master)
             is_borrowed = (unit.blueprint.offloads_shard or unit.blueprint.offloads_master) and full is master
@@ -81,7 +81,7 @@ class Survivors:
         return {} if self._optimizer is None else self._optimizer.state.get(update.master, {})
 
     def _has_states(self, unit: Unit, number: int) -> bool:
-        """Whether a piece of a streamed step has been updated."""
+        """Whether the streamed step has updated this Piece before."""
         stream = self._runtime.offload.step
         return stream is not None and stream.small_states(unit, number) is not None
 
@@ -97,7 +97,7 @@ class Survivors:
         with contextlib.nullcontext() if stream is None else stream.on_device(unit, kind) as vector:
             for piece in own:
                 number, update = updates[piece.slot_index]
-                skipped = piece.param_start - update.piece.param_start  # where every rank updates everything
+                skipped = piece.param_start - update.piece.param_start  # at stage 0, where the span is the full vector
                 if vector is None:
                     values = self._state(update).get(kind)
                 else:

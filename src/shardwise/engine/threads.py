@@ -1,7 +1,7 @@
-"""How many threads a rank computes with: the cores of its host, shared out among the ranks there, unless the user chose.
+"""Sets how many threads a rank computes with: the cores of its host divided by the ranks there, unless the user chose.
 
-`torchrun` gives every rank one thread when nothing else is said; left alone, torch gives every rank all cores. Both are wrong for
-several ranks on a host with more cores than ranks.
+By default `torchrun` gives every rank one thread, and torch without it gives every rank all cores. Both are wrong for several
+ranks on a host with more cores than ranks. Called by assembly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def share_cores(world: World) -> str:
 
 
 def user_chose() -> bool:
-    """Whether the thread count comes from the user: a variable of theirs, or a call of torch.set_num_threads."""
+    """Whether the user chose the thread count, by an environment variable or by torch.set_num_threads."""
     if "MKL_NUM_THREADS" in os.environ:
         return True
     if "OMP_NUM_THREADS" in os.environ:
@@ -43,7 +43,7 @@ def user_chose() -> bool:
 
 
 def _is_torchruns_default() -> bool:
-    """Torchrun puts OMP_NUM_THREADS=1 into its workers' environment if its own, at its start, had none."""
+    """Whether torchrun set OMP_NUM_THREADS=1, which it does for its workers if the variable was not set when it started."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["OMP_NUM_THREADS"] != "1":
         return False
     try:

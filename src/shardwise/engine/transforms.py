@@ -1,4 +1,4 @@
-"""Inside a torch.func transform every operation is recorded by it: moving parameters must happen outside."""
+"""Leaves torch.func transforms while the engine moves parameters, because a transform would record those operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[object]:
-    """Step out of whatever torch.func transforms (`grad`, `vmap`, ...) are running."""
+    """A context in which no torch.func transform (`grad`, `vmap`, ...) is active."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NOTHING
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

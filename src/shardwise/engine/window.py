@@ -1,4 +1,4 @@
-"""A few Units gathered on touch, written back and freed when others are touched: for code that is not a forward pass.
+"""Gathers Units that are touched outside a forward pass; writes them back and frees them when others are touched.
 
 Used while a model is constructed and while a state dict is loaded.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from shardwise.partition import Unit
 
 ROOM_BYTES = 32 << 20
-"""Small Units may stay gathered together up to this; a larger one is alone, unless one operation needs several."""
+"""Units stay gathered up to this many bytes in total. One operation may exceed it, if it needs more."""
 
 
 class Window:

@@ -2,13 +2,13 @@
 
 Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `list_params`,
 `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`, `needs_own_master`,
-`fill_buckets`, `BUCKET_BYTES` (what is known of Units before they have memory); `Unit`, `UpdatePiece`; `store`, `write_back`,
-`absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (values in and out of it); `UnitState`, `Handle`, `Owner`
-(lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (what parameters are
-meanwhile); `own_grad`, `set_own_grad`, `REQUIRES_GRAD` (past what their class answers).
+`fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory); `store`, `write_back`,
+`absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values in and out of a Unit); `UnitState`, `Handle`,
+`Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (classes of
+parameters); `own_grad`, `set_own_grad`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
 
-Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter keeps its identity,
-shape, name and place whether its Unit is gathered or freed.
+Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays the same
+object, with the same shape and name, whether its Unit is gathered or freed.
 """
 
 from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master

@@ -1,4 +1,4 @@
-"""What is known of a Unit before it has memory: its layout, its dtypes, and which of its vectors exist where.
+"""Describes a Unit before it has memory: its layout, its dtypes, and where each of its vectors is kept.
 
 Made once per Unit when a model is sharded or constructed. Transports reserve memory from it, the planner predicts from it, and
 the Unit is built from it. Pure: no tensors.
@@ -15,12 +15,12 @@ import torch
 from shardwise.partition.layout import Layout
 
 BUCKET_BYTES = 1 << 20
-"""Units whose shards are smaller than this are reduced together: one exchange for many."""
+"""Neighbouring Units whose shards together are not larger than this are reduced in one exchange."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitDtypes:
-    """The dtypes of one Unit, resolved from the precision asked for and the parameters' own."""
+    """The dtypes of one Unit, resolved from the requested precision and the parameters' own dtype."""
 
     original: torch.dtype
     stored: torch.dtype
@@ -38,39 +38,39 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """One Unit, as decided."""
+    """What was decided about one Unit."""
 
     index: int
     name: str
     path: str
-    """Where in the module tree it is opened."""
+    """Path of the module whose forward gathers it."""
     layout: Layout
     rank: int
-    """Which slice of the flat vector is this rank's."""
+    """The number of this rank's slice of the flat vector."""
     dtypes: UnitDtypes
     device: torch.device
     is_trainable: bool
     is_always_full: bool
-    """Whether parameters stay whole between their uses."""
+    """Whether parameters stay full between their uses (below stage 3)."""
     updates_full: bool = False
-    """Whether this rank updates the whole flat vector instead of its shard."""
+    """Whether this rank updates the full flat vector instead of its shard (stage 0)."""
     offloads_shard: bool = False
-    """Whether the shard lives on another tier and is on the device only while borrowed."""
+    """Whether the shard is offloaded, and on device only while borrowed."""
     offloads_master: bool = False
-    """The same for masters with memory of their own."""
+    """Whether masters are offloaded, in memory of their own."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use."""
 
     @property
     def span(self) -> Span:
-        """What this rank updates."""
+        """The part of the flat vector that this rank updates."""
         if self.updates_full:
             return Span(0, self.layout.numel)
         return Span(self.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     @property
     def full_bytes(self) -> int:
-        """Length of the full vector; what it costs while gathered, unless it is overlaid."""
+        """Size of the full vector in bytes: its cost while gathered, unless it is an overlay."""
         return self.layout.numel * self.dtypes.compute.itemsize
 
     @property
@@ -85,7 +85,7 @@ class Blueprint:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether masters are kept beside the stored and the full parameters."""
+        """Whether masters have memory of their own, besides the stored and the full parameters."""
         if not self.is_trainable:
             return False
         return self.offloads_master or needs_own_master(
@@ -96,17 +96,17 @@ class Blueprint:
 
     @property
     def reserved_numel(self) -> int:
-        """Length of the vector this Unit wants from the transport: the full one if the shard is a slice of it."""
+        """Elements that the transport reserves for this Unit: the full vector if the shard is a slice of it, else the shard."""
         return self.layout.numel if self.holds_alias else self.layout.shard_numel
 
     @property
     def can_overlay(self) -> bool:
-        """Whether the full vector, which comes and goes, could be the ranks' shards themselves seen as one."""
+        """Whether the full vector may be an overlay: a mapping over all ranks' shards."""
         return not self.is_always_full and not self.offloads_shard and not self.is_narrow
 
 
 def needs_own_master(*, is_stored: bool, is_computed: bool, updates_shard: bool) -> bool:
-    """Whether masters need memory beside the parameters: in a dtype that is not stored, or for a whole vector that is nowhere.
+    """Whether masters need memory of their own, because no stored or full vector of the span has the master dtype.
 
     `is_stored`: the master dtype is the stored one; `is_computed`: the stored dtype is the one computed with.
     """
@@ -114,7 +114,7 @@ def needs_own_master(*, is_stored: bool, is_computed: bool, updates_shard: bool)
 
 
 def fill_buckets(shard_bytes: Sequence[int], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Positions of Units that are reduced together: neighbours of one kind (their dtypes), as many as fit into a bucket."""
+    """Group positions of Units into buckets: neighbours of the same kind (dtypes), as many as fit into BUCKET_BYTES."""
     buckets: list[list[int]] = []
     filled_bytes = BUCKET_BYTES
     for position, num_bytes in enumerate(shard_bytes):

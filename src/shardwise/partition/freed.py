@@ -1,8 +1,8 @@
-"""What a parameter is while its Unit is gathered, and while it is freed.
+"""The classes of a parameter while its Unit is gathered and while it is freed.
 
-`ShardedParameter` while its Unit is gathered, `FreedParameter` while it is not (`docs/decisions/0001-freed-parameters.md`). A
-view of a freed parameter that user code holds (`p.data`, `p.view(-1)`) is a `FreedView`: a place in the parameter, without
-values.
+A parameter is a `ShardedParameter` while its Unit is gathered and a `FreedParameter` while it is freed
+(`docs/decisions/0001-freed-parameters.md`). A view that user code takes of a freed parameter (`p.data`, `p.view(-1)`) is a
+`FreedView`: it knows where it lies in the parameter, but has no values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None, or an error naming the remedy if the gradient is in the shards (stage 0: the gradient)."""
+        """None if there is no gradient; at stage 0 the gradient; else an error, because it is in the shards."""
         return self._shardwise.unit.owner.local_grad(self._shardwise)
 
     @grad.setter
@@ -36,7 +36,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias that autograd does not see; the Unit notes that it may be written through it."""
+        """An alias that autograd does not track; the Unit records that user code may write through it."""
         alias: torch.Tensor = DATA.__get__(self)
         self._shardwise.unit.writes.add_alias(self._shardwise.slot, alias)
         return alias
@@ -48,7 +48,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd records it; a change is told to the run."""
+        """As `Tensor.requires_grad`; the owner is told when it is set."""
         flag: bool = REQUIRES_GRAD.__get__(self)
         return flag
 
@@ -70,19 +70,19 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as an ordinary parameter of its own size."""
+        """Pickle it as an ordinary parameter with its own memory."""
         plain = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
 
 class _Freed(torch.Tensor):
-    """What freed parameters and views of them have in common: operations go to the owner."""
+    """Base class of freed parameters and their views: passes operations to the owner."""
 
     _shardwise: Handle
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer questions about metadata; have the owner run anything else with the values in memory."""
+        """Answer metadata from the placeholder; have the owner gather and run any other operation."""
         kwargs = kwargs or {}
         name = name_of(func)
         if name in METADATA or func is torch.autograd.grad:
@@ -111,15 +111,15 @@ class _Freed(torch.Tensor):
         return _call(func, args, kwargs)
 
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the real one."""
+        """Shape and strides of the gathered tensor."""
         raise NotImplementedError
 
     def _twin(self) -> torch.Tensor:
-        """An empty tensor of that geometry."""
+        """A meta tensor with this shape and these strides."""
         return torch.empty_strided(*self._strides(), device="meta")
 
     def _real(self) -> torch.Tensor:
-        """The values, while they are in memory."""
+        """The tensor with its values, while its Unit is gathered."""
         raise NotImplementedError
 
     def _is_cast_to_itself(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -130,7 +130,7 @@ class _Freed(torch.Tensor):
             try:
                 found = func(twin, *args[1:], **kwargs)
             except Exception:
-                return False  # the operation itself will say what is wrong
+                return False  # the operation itself will raise
             return found is twin or found == twin.type()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -141,12 +141,12 @@ class _Freed(torch.Tensor):
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation whose Units are gathered now."""
+    """Run an operation while its Units are gathered."""
     return func(*_replaced(args), **_replaced(kwargs))
 
 
 def _replaced(value: Any) -> Any:
-    """Views of freed parameters become real ones; parameters are real themselves while gathered."""
+    """Replace every `FreedView` by a real view; parameters are real tensors while gathered."""
     if isinstance(value, FreedView):
         return value._real()
     if isinstance(value, dict):
@@ -157,7 +157,7 @@ def _replaced(value: Any) -> Any:
 
 
 class FreedParameter(_Freed, ShardedParameter):
-    """A parameter whose Unit is freed: shape, dtype, name and place stay; an operation on it is the owner's to run."""
+    """A parameter whose Unit is freed. It keeps its shape, dtype and identity; the owner runs operations on it."""
 
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         slot = self._shardwise.unit.layout.slots[self._shardwise.slot]
@@ -168,7 +168,7 @@ class FreedParameter(_Freed, ShardedParameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """A view of the whole parameter that autograd does not see; inside a pass a real one."""
+        """An alias that autograd does not track: a `FreedView`, or inside a pass a real tensor."""
         unit = self._shardwise.unit
         if unit.owner.touch([unit]):
             alias: torch.Tensor = ShardedParameter.data.fget(self)  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ class FreedParameter(_Freed, ShardedParameter):
         if isinstance(value, _Freed) and value._shardwise.slot == slot and value._shardwise.unit is unit:
             if isinstance(value, FreedView):
                 value.check()
-            return  # its own view
+            return  # a view of this parameter: nothing changes
         if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
             raise refusal(self, "tying through .data")
         if (
@@ -202,19 +202,19 @@ class FreedParameter(_Freed, ShardedParameter):
             torch.Tensor.copy_(self, value)
         unit.rebind(slot)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not offer this one to __torch_function__
-        """Refused: there is no storage to set; inside a pass it is the gathered parameter's."""
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # torch does not pass it to __torch_function__
+        """Refused, because there is no storage to set; inside a pass the parameter is gathered and set."""
         if not self._shardwise.unit.owner.touch([self._shardwise.unit]):
             raise refusal(self, "set_")
         return torch.Tensor.set_(self, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        """Freeze or unfreeze: a flag needs no values."""
+        """Freeze or unfreeze; this needs no values."""
         with torch._C.DisableTorchFunctionSubclass():
             return super().requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Before `shard` a copy is partitioned too; inside a pass it is an ordinary parameter; outside it is refused."""
+        """Before `shard` a copy is partitioned too; inside a pass it is an ordinary parameter; else it is refused."""
         if id(self) not in memo:
             unit = self._shardwise.unit
             if unit.owner.allows_optimizer:
@@ -235,17 +235,17 @@ class FreedParameter(_Freed, ShardedParameter):
 
 
 class FreedView(_Freed):
-    """A view of a freed parameter, without history: its place, and no values."""
+    """A view of a freed parameter, without autograd history: it has an offset and strides, but no values."""
 
     _geometry: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
     _epoch: int
 
     @staticmethod
     def of(handle: Handle, view: torch.Tensor) -> FreedView:
-        """Stand in for `view`, which lies in the full vector of the handle's Unit."""
+        """Make the stand-in for `view`, which lies in the full vector of the handle's Unit."""
         unit = handle.unit
         place = (view.data_ptr() - unit.full.data_ptr()) // view.element_size()
-        # Without memory at all, so that code which does not ask `__torch_function__` (collectives, torch.func) is noticed.
+        # It has no memory, so that code that bypasses `__torch_function__` (collectives, torch.func) is noticed.
         stand_in: FreedView = torch.Tensor._make_wrapper_subclass(
             FreedView, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
@@ -256,19 +256,19 @@ class FreedView(_Freed):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Whatever arrives here has not asked `__torch_function__`: a collective, or an operation of a torch.func transform."""
+        """Refuse operations that bypass `__torch_function__`: collectives, and operations inside a torch.func transform."""
         first = next(value for value in _flatten((args, kwargs)) if isinstance(value, FreedView))
         raise refusal(first, f"{getattr(func, '_opname', func)} {PAST_PYTHON}")
 
     def requires_grad_(self, requires_grad: bool = True) -> FreedView:
-        """Refused: it has no memory of its own to be trained."""
+        """True is refused: a view without memory cannot be trained."""
         if requires_grad:
             raise refusal(self, "training a view")
         return self
 
     @property
     def requires_grad(self) -> bool:
-        """Never: it has no history."""
+        """Always False: it has no history."""
         return False
 
     @requires_grad.setter
@@ -276,14 +276,14 @@ class FreedView(_Freed):
         self.requires_grad_(value)
 
     def is_shared(self) -> bool:
-        """It has no memory to share."""
+        """Always False: it has no memory."""
         return False
 
     def _strides(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self._geometry[:2]
 
     def check(self) -> None:
-        """Refuse a view whose values are gone."""
+        """Raise if `.data` of the parameter was assigned since: the values of this view are gone."""
         unit, slot = self._shardwise.unit, self._shardwise.slot
         if unit.writes.epochs[slot] != self._epoch:
             raise FreedParameterError(
@@ -300,7 +300,7 @@ class FreedView(_Freed):
 
     @property
     def data(self) -> torch.Tensor:
-        """Itself: it has no history."""
+        """The view itself, because it has no history."""
         return self
 
     @data.setter
@@ -314,7 +314,7 @@ class FreedView(_Freed):
 
 
 def refusal(param: _Freed, what: str) -> FreedParameterError:
-    """What cannot be done to a freed parameter, with the one remedy that fits."""
+    """The error for an operation that a freed parameter refuses, with what to do instead."""
     unit = param._shardwise.unit
     slot = unit.layout.slots[param._shardwise.slot]
     remedy = REMEDIES.get(what)

@@ -1,4 +1,4 @@
-"""All offset arithmetic of a Unit's flat vector. Pure: no tensors, no ranks but numbers.
+"""All offset arithmetic of a Unit's flat vector. Pure: it uses no tensors and never communicates.
 
 A flat vector is the concatenation of a Unit's parameters, each start aligned, padded at the end so that every rank's
 shard is equally long and, when large, a whole number of direct-I/O blocks. Rank r owns slice r.
@@ -12,11 +12,11 @@ import functools
 from collections.abc import Iterator, Sequence
 
 ALIGN_BYTES = 64
-"""Every parameter starts on a cache line, also in the narrowest stored dtype."""
+"""Every parameter starts at a multiple of this, the size of a cache line."""
 BLOCK_BYTES = 4096
 """Large shards are whole multiples of a direct-I/O block."""
 LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
-"""From this size on the padding to whole blocks costs less than a sixteenth."""
+"""Shards from this size on are padded to whole blocks, which adds less than a sixteenth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every element of a Unit lives, for every rank."""
+    """Where every element of a Unit is, for every rank."""
 
     slots: tuple[Slot, ...]
     shard_numel: int
@@ -68,7 +68,7 @@ class Layout:
         return sum(slot.numel for slot in self.slots)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What rank `rank` owns, in order; parameters that do not reach into its shard are absent."""
+        """The Pieces that `rank` owns, in order; parameters with no element in its shard have none."""
         start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
         found = []
         for index, slot in enumerate(self.slots):
@@ -78,11 +78,11 @@ class Layout:
         return tuple(found)
 
     def all_pieces(self) -> tuple[Piece, ...]:
-        """The same for whoever has the whole flat vector."""
+        """The Pieces of the whole flat vector."""
         return tuple(Piece(index, 0, slot.offset, slot.numel) for index, slot in enumerate(self.slots) if slot.numel)
 
     def cover(self, start: int, stop: int) -> Iterator[tuple[int | None, int, int, int]]:
-        """Split [start, stop) into runs: (slot index or None for padding, start in the slot, start in the run, numel)."""
+        """Split [start, stop) into runs: (slot index or None for padding, start in the slot, start in the range, numel)."""
         at = start
         index = self.slot_at(start)
         while at < stop:
@@ -102,7 +102,7 @@ class Layout:
                 at += run
 
     def slot_at(self, element: int) -> int:
-        """The slot that holds an element of the flat vector (padding counts to the slot before it)."""
+        """The slot that holds an element of the flat vector (padding belongs to the slot before it)."""
         return max(bisect.bisect_right(self._offsets, element) - 1, 0)
 
     @functools.cached_property

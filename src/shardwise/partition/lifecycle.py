@@ -1,7 +1,7 @@
-"""What state a Unit is in, which moves are allowed, and who answers for it.
+"""The states of a Unit, the allowed moves between them, and the interface of its owner.
 
-A parameter keeps its identity for life: the same object sits in the module, in the user's lists and in autograd's graph. Its
-class says what is in memory (`freed.py`); its `Handle` says which Unit it belongs to.
+A parameter stays the same object: in the module, in the user's lists and in autograd's graph. Its class says whether its values
+are in memory (`freed.py`); its `Handle` says which Unit it belongs to.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ _MOVES = {
 
 
 def check_move(unit_name: str, now: UnitState, to: UnitState) -> None:
-    """Raise unless the move is in the table."""
+    """Raise unless the move is allowed."""
     if to not in _MOVES[now]:
         raise LifecycleError(f"Unit {unit_name!r} cannot go from {now.name} to {to.name}: a broken invariant.")
 
 
 class Owner(Protocol):
-    """Whoever answers for a Unit: decides what a touch means and where gradients are."""
+    """Owns Units: decides what happens when user code touches their parameters, and where gradients are."""
 
     allows_optimizer: bool
     """Whether an optimizer may be built on freed parameters (before `shard`, which then replaces them)."""
 
     def touch(self, units: Sequence[Unit]) -> bool:
-        """Gather `units` and keep them, if a pass runs that will free them again; False if none does."""
+        """Gather `units` and return True, if a pass runs that will free them again; else return False."""
 
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
-        """Run one operation on freed parameters outside any pass; `name` is the operation's, for messages."""
+        """Run one operation on freed parameters outside any pass; `name` is its name, for messages."""
 
     def remedy(self) -> str:
         """What the user should do instead of touching a freed parameter."""
 
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
-        """What `parameter.grad` answers."""
+        """The value of `parameter.grad`."""
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
-        """What assigning `parameter.grad` does."""
+        """Handle an assignment to `parameter.grad`."""
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
-        """The user has frozen or unfrozen a parameter."""
+        """User code has frozen or unfrozen a parameter."""
 
     def copied(self, handle: Handle) -> nn.Parameter:
-        """A copy of a freed parameter, partitioned too, if `allows_optimizer`."""
+        """A copy of a freed parameter, partitioned too; only called if `allows_optimizer`."""
 
     def owns(self, address: int) -> bool:
-        """Whether an address lies in the gathered parameters of any of its Units."""
+        """Whether an address lies in the full vector of any of its Units."""
 
 
 class Handle:
-    """The one attribute a managed parameter carries: its Unit and its Slot there.
+    """The one attribute that a parameter carries: its Unit and its Slot there.
 
-    A Slot holds a range of a parameter, today always the whole of it. A parameter that is cut lies in several; `places` lists
-    them in order, and `unit` and `slot` are the first.
+    A Slot holds a range of a parameter, today always the whole parameter. A parameter that is split lies in several Slots:
+    `places` lists them in order, and `unit` and `slot` are the first.
 
-    Autograd's nodes hold parameters where Python's collector cannot see it. A parameter therefore does not keep the Unit of a
-    running model alive: the model's hooks do.
+    Autograd's nodes hold parameters, and Python's garbage collector cannot see that. So a parameter holds the Unit of a running
+    model by a weak reference only; the model's hooks keep the Unit alive.
     """
 
     __slots__ = ("_strong", "_units", "slots")
@@ -90,7 +90,7 @@ class Handle:
         self.slots = [slot]
 
     def join(self, unit: Unit, slot: int) -> None:
-        """The parameter's next range lies in another Slot."""
+        """Add the Slot that holds the next range of the parameter."""
         self._units.append(weakref.ref(unit))
         self.slots.append(slot)
         if self._strong:
@@ -98,12 +98,12 @@ class Handle:
 
     @property
     def unit(self) -> Unit:
-        """The Unit; an error if the run is gone."""
+        """The Unit; raises if the run no longer exists."""
         return _alive(self._units[0])
 
     @property
     def slot(self) -> int:
-        """Which Slot of the Unit."""
+        """The number of the Slot in the Unit."""
         return self.slots[0]
 
     @property
@@ -112,7 +112,7 @@ class Handle:
         return [(_alive(unit), slot) for unit, slot in zip(self._units, self.slots, strict=True)]
 
     def at(self, slot: int) -> Handle:
-        """Another parameter of the same Unit."""
+        """The Handle of another parameter of the same Unit."""
         return Handle(self.unit, slot, keeps_unit=bool(self._strong))
 
 

@@ -1,6 +1,4 @@
-"""What torch operations need of a parameter: nothing but metadata, its geometry, or values; and what to do instead of those
-that a freed parameter refuses.
-"""
+"""Which torch operations need only a parameter's metadata or strides, and which ones a freed parameter refuses."""
 
 from __future__ import annotations
 
@@ -79,10 +77,10 @@ METADATA = frozenset(
 )
 """Operations that need no values: answered from the placeholder, which has the true shape, dtype and device."""
 COLLECTIVES = "torch.distributed"
-"""Their names begin so; they change tensors without counting a version."""
+"""How names of collectives begin; they change tensors without counting a version."""
 GEOMETRY = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
 CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"})
-"""Give the tensor itself back where nothing would change."""
+"""Operations that return the tensor itself if nothing would change."""
 REMEDIES = {
     "deepcopy": "A copy needs the whole model's memory: make it inside `with run.gathered():`, on every rank.",
     "pickle": "Save `run.full_state_dict()` instead: it is collected Unit by Unit, and its tensors are ordinary ones.",
@@ -97,13 +95,13 @@ REMEDIES = {
     "training a view": "It is a place in a sharded parameter, without memory of its own: take a copy, `.detach().clone()`.",
     "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
 }
-"""What cannot be done to a freed parameter, and what to do instead."""
+"""Operations that a freed parameter refuses, and what to do instead."""
 PAST_PYTHON = "below Python, as in torch.func transforms,"
 CONVERSIONS = frozenset({"to", "float", "double", "half", "bfloat16", "cuda", "cpu", "type", "setting .data"})
 
 
 def name_of(func: Any) -> str:
-    """What an operation is called in messages."""
+    """The name of an operation, for messages and the tables above."""
     name = getattr(func, "__name__", None) or str(func)
     if str(getattr(func, "__module__", "")).startswith(COLLECTIVES):
         return f"{COLLECTIVES}.{name}"

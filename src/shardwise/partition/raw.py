@@ -1,4 +1,4 @@
-"""What torch itself keeps of a parameter: value, gradient and flag, past whatever the parameter's class answers."""
+"""Reads and sets torch's own `.data`, `.grad` and `.requires_grad` of a parameter, past the overrides of its class."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 import torch
 
 DATA: Any = torch.Tensor.data
-"""The attribute itself, for classes that answer `.data` their own way."""
+"""torch's own attribute, for parameters whose class overrides `.data`."""
 GRAD: Any = torch.Tensor.grad
-"""The same for `.grad`."""
+"""torch's own `.grad`."""
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-"""The same for the flag."""
+"""torch's own `.requires_grad`."""
 
 
 def own_data(param: torch.Tensor) -> torch.Tensor:
-    """`param.data`, without the note that user code has taken an alias."""
+    """`param.data`, without recording that user code has taken an alias."""
     data: torch.Tensor = DATA.__get__(param)
     return data
 
 
 def point_at(param: torch.Tensor, data: torch.Tensor) -> None:
-    """`param.data = data`, whatever the parameter's class makes of an assignment."""
+    """`param.data = data`, past the setter of the parameter's class."""
     with torch._C.DisableTorchFunctionSubclass():
         DATA.__set__(param, data)
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd accumulated in a parameter itself, whatever its class answers."""
+    """`param.grad` as torch keeps it, past the property of the parameter's class."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = GRAD.__get__(param)
     return grad
 
 
 def set_own_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Replace that gradient."""
+    """`param.grad = grad`, past the setter of the parameter's class."""
     with torch._C.DisableTorchFunctionSubclass():
         GRAD.__set__(param, grad)

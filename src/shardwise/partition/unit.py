@@ -1,6 +1,6 @@
 """One Unit: the parameters gathered together, this rank's shard of them, and how they appear in the module.
 
-Built complete from its Blueprint and the memory it gets. Its owner (the engine, or construction) decides when to gather and free.
+Built from its Blueprint and the memory it is given. Its owner (the engine, or construction) decides when to gather and free.
 A Unit never communicates; it only holds tensors and keeps parameters, full vector and shard consistent.
 """
 
@@ -51,11 +51,11 @@ class UpdatePiece:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The piece's reduced gradient, whatever its class answers to others."""
+        """The Piece's reduced gradient."""
         return own_grad(self.master)
 
     def set_grad(self, grad: torch.Tensor | None) -> None:
-        """Give the optimizer this gradient."""
+        """Set the gradient that the optimizer reads."""
         set_own_grad(self.master, grad)
 
 
@@ -74,21 +74,21 @@ class Unit:
         full: FullBuffer | None = None,
         spare_pages: SparePages | None = None,
     ) -> None:
-        """`memory`: `blueprint.reserved_numel` elements of the stored dtype, none if the shard is offloaded. `full`: a full
-        vector that shows every rank's shard, if there is one. `spare_pages`: where its pages come from and go to.
+        """`memory`: `blueprint.reserved_numel` elements of the stored dtype, none if the shard is offloaded. `full`: an
+        overlay of all ranks' shards, if there is one. `spare_pages`: pages of freed Units, to be used again.
         """
         self.blueprint = blueprint
         self.index = blueprint.index
-        """Its number; the tag of its operations."""
+        """Its number, and the tag of its operations."""
         self.module = module
         self.params = list(params)
         self.owner = owner
         self.state = UnitState.SHARDED
         self.writes = Writes(self.params, is_always_full=blueprint.is_always_full)
         self.keeps_memory = False
-        """Whether it is freed, but its full vector keeps its pages because somebody uses them."""
-        # A shared parameter placed above its holders: while gathered it looks freed to everyone but them, so that a touch
-        # from elsewhere is noticed and kept safe, and its backward need not last as long as the whole model's.
+        """Whether it is freed, but its full vector keeps its pages because user code holds views of them."""
+        # Covered: a shared parameter placed above the modules that hold it. While gathered it looks freed to all others, so that
+        # their touch is noticed, and it can be freed before the backward of the module above has ended.
         is_above = len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
         self.is_covered = is_above and not blueprint.is_always_full
         self._ledger = ledger
@@ -105,27 +105,27 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.blueprint.name
 
     @property
     def layout(self) -> Layout:
-        """Where every element lies."""
+        """The offsets of its parameters in the flat vector."""
         return self.blueprint.layout
 
     @property
     def dtypes(self) -> UnitDtypes:
-        """What is stored, computed with, reduced in and updated."""
+        """The dtypes of stored values, computation, reduction and masters."""
         return self.blueprint.dtypes
 
     @property
     def rank(self) -> int:
-        """Which slice is this rank's."""
+        """The number of this rank's slice."""
         return self.blueprint.rank
 
     @property
     def span(self) -> Span:
-        """What this rank updates."""
+        """The part of the flat vector that this rank updates."""
         return self.blueprint.span
 
     @property
@@ -135,17 +135,17 @@ class Unit:
 
     @property
     def is_always_full(self) -> bool:
-        """Whether parameters stay whole between their uses."""
+        """Whether parameters stay full between their uses (below stage 3)."""
         return self.blueprint.is_always_full
 
     @property
     def has_own_master(self) -> bool:
-        """Whether masters are kept beside the stored and the full parameters."""
+        """Whether masters have memory of their own, besides the stored and the full parameters."""
         return self.blueprint.has_own_master
 
     @property
     def full_bytes(self) -> int:
-        """Length of the full vector."""
+        """Size of the full vector in bytes."""
         return self.blueprint.full_bytes
 
     # -- memory -----------------------------------------------------------------------------------------------
@@ -178,55 +178,55 @@ class Unit:
         return master, tuple(UpdatePiece(p, nn.Parameter(whole[p.shard_start : p.shard_start + p.numel])) for p in pieces)
 
     def renumber(self, index: int) -> None:
-        """Ranks that have built their Units in different orders agree on their numbers."""
+        """Change the index: ranks that have built Units in different orders must use the same numbers."""
         self.blueprint = dataclasses.replace(self.blueprint, index=index)
         self.index = index
 
     def thaw(self) -> None:
-        """Make a Unit that was frozen trainable: masters begin with the stored values."""
+        """Make a frozen Unit trainable; its masters start from the stored values."""
         self.blueprint = dataclasses.replace(self.blueprint, is_trainable=True)
         self.master, self.pieces = self._allocate_master()
         if self.has_own_master:
             self.master.copy_(self.full if self.span.numel == self.layout.numel and self.is_always_full else self.shard)
 
     def grads(self) -> list[torch.Tensor | None]:
-        """The reduced gradient that every piece has been given."""
+        """The reduced gradient of every Piece, or None."""
         get_grad = GRAD.__get__
         with torch._C.DisableTorchFunctionSubclass():
             return [get_grad(update.master) for update in self.pieces]
 
     def pieces_of(self, slot: int) -> list[UpdatePiece]:
-        """One parameter's pieces in this rank's span."""
+        """The Pieces of one parameter in this rank's span."""
         return [update for update in self.pieces if update.slot == slot]
 
     @property
     def full(self) -> torch.Tensor:
-        """The full vector in the compute dtype; its contents count only while gathering or gathered."""
+        """The full vector in the compute dtype; its contents are valid only while gathered."""
         return self._buffer().tensor
 
     def _buffer(self) -> FullBuffer:
         if self._full is None:
-            with torch.inference_mode(False):  # the first use may be an evaluation; training comes later
+            with torch.inference_mode(False):  # the first use may be inside inference_mode, and training comes later
                 self._full = make_full_buffer(self.layout.numel, self.dtypes.compute, self.blueprint.device, self._spare_pages)
         return self._full
 
     @property
     def views(self) -> Sequence[torch.Tensor]:
-        """Every parameter's place in the full vector, once it has been gathered."""
+        """Every parameter's view of the full vector; empty before the first gather."""
         return self._views or ()
 
     @property
     def is_overlaid(self) -> bool:
-        """Whether the full vector shows the ranks' shards where they lie."""
+        """Whether the full vector is an overlay: a mapping over all ranks' shards."""
         return isinstance(self._full, OverlaidBuffer)
 
     def drop_own_pages(self) -> None:
-        """Values were written back: an overlay shows the shards again, all of them after the next fence."""
+        """After a write back: drop written pages, so that an overlay shows the shards, all of them after the next fence."""
         if self._full is not None and self.is_overlaid:
             self._full.discard()
 
     def has_address(self, address: int) -> bool:
-        """Whether an address lies in the full vector, which keeps its place for life."""
+        """Whether an address lies in the full vector, whose address never changes."""
         if self._full is None:
             return False
         start = self._full.tensor.data_ptr()
@@ -235,9 +235,9 @@ class Unit:
     # -- lifecycle --------------------------------------------------------------------------------------------
 
     def adopt(self, *, keeps_unit: bool = False) -> None:
-        """Make the module's own parameters this Unit's: from here on they are placeholders or views.
+        """Take over the module's parameters: from now on they are views of the full vector or, while freed, placeholders.
 
-        `keeps_unit`: parameters keep the Unit alive, because nobody else does yet.
+        `keeps_unit`: parameters hold a strong reference to the Unit, because nothing else does yet.
         """
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
             set_own_grad(param, None)
@@ -250,11 +250,11 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether parameters are usable now."""
+        """Whether parameters can be used now."""
         return self.state is UnitState.GATHERED
 
     def begin_gather(self) -> torch.Tensor:
-        """Claim the full vector for filling and return it."""
+        """Allocate the full vector's memory and return the vector, to be filled."""
         check_move(self.name, self.state, UnitState.GATHERING)
         buffer = self._buffer()
         if self.keeps_memory:
@@ -280,7 +280,7 @@ class Unit:
             )
 
     def cancel_gather(self) -> None:
-        """The gather failed: give the memory back."""
+        """Release the memory of a gather that failed or is not needed."""
         check_move(self.name, self.state, UnitState.SHARDED)
         self.state = UnitState.SHARDED
         self._discard(is_quiet=False)
@@ -304,14 +304,14 @@ class Unit:
         self.writes.note()
 
     def reopen(self) -> None:
-        """Show the parameters in memory that was kept, without a gather."""
+        """Point the parameters at the memory that was kept when the Unit was freed, without a gather."""
         check_move(self.name, self.state, UnitState.GATHERING)
         self.state = UnitState.GATHERING
         self.keeps_memory = False
         self.expose()
 
     def free(self) -> None:
-        """Parameters become placeholders and the full vector's memory is given back, unless somebody else uses it."""
+        """Turn parameters into placeholders and release the full vector's memory, unless user code holds views of it."""
         check_move(self.name, self.state, UnitState.SHARDED)
         is_untouched = self.writes.is_untouched
         set_data = DATA.__set__
@@ -321,13 +321,13 @@ class Unit:
                 param.__class__ = freed
         self.state = UnitState.SHARDED
         is_shared = self.is_shared
-        self.keeps_memory = is_shared and not self.is_overlaid  # an overlay goes on showing the shards
+        self.keeps_memory = is_shared and not self.is_overlaid  # an overlay still shows the shards
         self.writes.begin_freed(keeps_memory=self.keeps_memory, is_shared=is_shared)
-        if not self.keeps_memory and not is_untouched:  # else there is nothing to give back, as a look has just shown
+        if not self.keeps_memory and not is_untouched:  # else an overlay has no pages to release
             self._discard()
 
     def discard_kept(self) -> None:
-        """Give back memory that somebody used when the Unit was freed, if nobody does any more."""
+        """Release memory that was kept when the Unit was freed, if user code holds no views of it any more."""
         if self.keeps_memory and self.state is UnitState.SHARDED and not self.is_shared:
             self.keeps_memory = False
             self._discard()
@@ -338,12 +338,12 @@ class Unit:
         buffer.discard(is_quiet=is_quiet)
 
     def uncover(self) -> None:
-        """Let a covered parameter be used by the call that runs now."""
+        """Make a covered parameter usable by the running call."""
         if self.is_covered and self.state is UnitState.GATHERED:
             self.params[0].__class__ = self._classes[0][0]
 
     def cover(self) -> None:
-        """Have the next touch of a covered parameter noticed."""
+        """Make a covered parameter look freed, so that the next touch is noticed."""
         if self.is_covered and self.state is UnitState.GATHERED:
             self.params[0].__class__ = self._classes[0][1]
 
@@ -355,12 +355,12 @@ class Unit:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else holds memory of the full vector."""
+        """Whether anything but the Unit and its parameters uses the full vector's memory."""
         return self.writes.is_shared(is_gathered=self.state is UnitState.GATHERED)
 
     @property
     def was_written_while_freed(self) -> bool:
-        """Whether memory that was in use when the Unit was freed has been written since."""
+        """Whether memory that user code held when the Unit was freed has been written since."""
         return self.state is UnitState.SHARDED and self.writes.happened_while_freed(keeps_memory=self.keeps_memory)
 
     def was_any_page_written(self) -> bool:
@@ -368,7 +368,7 @@ class Unit:
         return self.state is UnitState.SHARDED and self._full is not None and not self._full.is_untouched()
 
     def rebind(self, slot: int) -> None:
-        """A parameter was given other memory by `p.data = ...`: views and graphs that mean the old values have lost them."""
+        """After `p.data = ...`: views and graphs that need the old values of the parameter are out of date."""
         self.writes.epochs[slot] += 1
 
     def changed(self, slots: Iterable[int] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Finds the Units of a model without hints, or by the user's rule. Pure: reads the module tree, changes nothing.
+"""Assigns every parameter of a model to a Unit, automatically or by the user's rule. It only reads the module tree.
 
-Repeated blocks in containers become Units; a parameter shared by several modules belongs to their nearest common
-ancestor; a huge parameter outside the blocks gets its own Unit; what is left goes to the model's root, or, if that
-would exceed the bound, to its children.
+Repeated blocks in containers become Units. A parameter that several modules share is placed at their nearest common
+ancestor. A huge parameter outside the blocks gets its own Unit. All other parameters form a Unit at the model's root or, if
+that would be larger than `max_unit_bytes`, at its children.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
 
 HUGE_SHARE = 0.5
-"""A parameter outside the blocks at least this large against the largest block stands alone."""
+"""A parameter outside the blocks gets its own Unit if it is at least this fraction of the largest block ..."""
 HUGE_BYTES = 1 << 20
-"""... and never below this size."""
+"""... and at least this many bytes."""
 HUGE_BYTES_WITHOUT_BLOCKS = 16 << 20
-"""The same bound for a model in which no blocks were found."""
+"""The size from which a parameter gets its own Unit in a model without blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """One distinct parameter: all its names (the first is its own) and the modules that hold it."""
+    """One distinct parameter, with all names under which modules hold it."""
 
     names: tuple[str, ...]
     param: nn.Parameter

@@ -1,7 +1,7 @@
 """Copies values between a Unit's full vector, its shard and its masters.
 
-Called where values enter (construction, loading) and where user code has changed parameters. Masters keep the digits that
-their stored form has lost: only elements that differ from what is stored are written.
+Called at construction, at loading, after a step, and when user code has changed parameters. Masters have more digits than the
+stored dtype, so a write back must change only elements that differ from the stored value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHUNK_NUMEL = 1 << 20  # elements compared at a time
 
 
 def store(unit: Unit, slot: int, values: torch.Tensor) -> None:
-    """Write one parameter's whole value (flat, storage order) into this rank's shard, master and full vector."""
+    """Write one parameter's full value (flat, storage order) into this rank's shard, master and full vector."""
     place = unit.layout.slots[slot]
     values = values.detach()
     if unit.is_always_full:
@@ -27,33 +27,33 @@ def store(unit: Unit, slot: int, values: torch.Tensor) -> None:
 
 
 def write_back(unit: Unit) -> bool:
-    """Write gathered values that were changed in place to shard and master; True if any were."""
+    """Write gathered values that were changed in place to shard and master; return whether any were."""
     is_changed = False if unit.blueprint.holds_alias else _store_changed(unit, unit.shard, _own_start(unit))
     if unit.has_own_master:
         is_changed |= _store_changed(unit, unit.master, unit.span.start)
     if unit.is_always_full and unit.blueprint.is_narrow:
-        unit.full.copy_(unit.full.to(unit.dtypes.stored))  # compute sees what is stored, as after a step
+        unit.full.copy_(unit.full.to(unit.dtypes.stored))  # the model computes with stored values, as after a step
     unit.drop_own_pages()
     return is_changed
 
 
 def publish_master(unit: Unit) -> None:
-    """After an optimizer step: round the masters into the stored shard (and, if nobody gathers, into the full vector)."""
+    """After an optimizer step: round the masters into the stored shard, and at stage 0 into the full vector."""
     if unit.has_own_master:
         publish_part(unit, 0, unit.master)
 
 
 def publish_part(unit: Unit, low: int, masters: torch.Tensor) -> None:
-    """The same for new masters of the span's elements from `low` on."""
-    if unit.is_always_full and unit.span.numel == unit.layout.numel:  # nobody gathers after the step
+    """Like `publish_master`, for new masters of the span's elements from `low` on."""
+    if unit.is_always_full and unit.span.numel == unit.layout.numel:  # this rank updates all of it
         unit.full[low : low + masters.numel()].copy_(masters.to(unit.dtypes.stored))
     _store_part(unit.shard, _own_start(unit), unit.span.start + low, masters)
 
 
 def differs(unit: Unit) -> bool:
-    """Whether this rank's part of the full vector has other values than its shard or masters, by comparing all of them.
+    """Whether any value in this rank's part of the full vector differs from its shard or masters.
 
-    Always True while those are offloaded, and where the full vector is the shard.
+    Always True while those are offloaded, and if the shard is a slice of the full vector: then they cannot be compared.
     """
     is_offloaded = unit.shard.numel() < unit.layout.shard_numel or (unit.is_trainable and unit.master.numel() < unit.span.numel)
     if unit.blueprint.holds_alias or is_offloaded:
@@ -64,7 +64,7 @@ def differs(unit: Unit) -> bool:
 
 
 def absorb(unit: Unit) -> None:
-    """Copy values in that user code put in the parameters' place (`p.data = x`, `p.set_(x)`); parameters are views again."""
+    """Copy tensors that user code assigned (`p.data = x`, `p.set_(x)`) into the full vector, and make parameters views again."""
     if not unit.is_gathered:
         return
     for slot, data, has_moved in list(unit.writes.replaced()):
@@ -139,7 +139,7 @@ def _any_differs(unit: Unit, target: torch.Tensor, start: int) -> bool:
 
 
 def _differing(unit: Unit, old: torch.Tensor, start: int) -> torch.Tensor:
-    """Where gathered values differ from what `old`, from element `start` on, is stored as."""
+    """Where gathered values, from element `start` on, differ from `old` rounded to the stored dtype."""
     new = unit.full[start : start + old.numel()]
     was = old.to(unit.dtypes.stored).to(new.dtype)
     return ~((new == was) | (new.isnan() & was.isnan()))

@@ -1,7 +1,7 @@
-"""Has user code changed a Unit's parameters, or kept hold of their memory?
+"""Has user code changed a Unit's parameters, and does it hold views of their memory?
 
-Autograd counts a version for writes through a parameter. Writes through `.data`, a kept view or an array count none; they are
-noticed by who uses the memory, by a checksum, or by the kernel's account of pages. Owned by a Unit; changes nothing.
+Autograd counts a version for writes through a parameter, but not for writes through `.data`, a kept view or an array. Those are
+noticed by the storage's use count, a checksum, or the kernel's record of written pages. Owned by a Unit; it only observes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Writes:
         self._params = params
         self._is_always_full = is_always_full
         self.epochs = [0] * len(params)
-        """How often each parameter was given other memory; a view that was taken before is out of date."""
+        """How often `p.data` was assigned, for each parameter; a view that was taken before is out of date."""
         self._full: FullBuffer | None = None
         self._views: Sequence[torch.Tensor] = ()
-        self._versions: list[int] = []  # when the parameters were exposed or last written back
+        self._versions: list[int] = []  # of the parameters at the last `note`
         self._addresses: list[int] = []
-        self._base_uses: list[int] = []  # of each parameter's storage while nobody but the Unit uses it
-        self._has_alias = False  # user code has taken `.data`, through which writes count no version, since the last look
-        self._aliases: dict[int, weakref.WeakSet[torch.Tensor]] = {}  # those that may still be alive, by parameter
-        self._shown: int | None = None  # checksum when the values were last known, if somebody could write past autograd
-        self._freed: int | None = None  # the same when the Unit was freed and somebody still used its memory
+        self._base_uses: list[int] = []  # use count of each parameter's storage while only the Unit uses it
+        self._has_alias = False  # user code has taken `.data` since the last `note`; writes through it count no version
+        self._aliases: dict[int, weakref.WeakSet[torch.Tensor]] = {}  # `.data` tensors that may be alive, by slot
+        self._shown: int | None = None  # checksum at the last `note`, if writes without a version were possible
+        self._freed: int | None = None  # checksum when the Unit was freed, if its memory was still in use (0: an overlay)
         self.is_untouched = False
-        """Whether the last look at an overlay found no page of this process's own."""
+        """Whether the last check of an overlay found no page that this process has written."""
 
     def begin(self, full: FullBuffer, views: Sequence[torch.Tensor]) -> None:
-        """The parameters have memory from now on: `views` of `full`."""
+        """Start to observe the parameters, which are `views` of `full` from now on."""
         self._full, self._views = full, views
         self._addresses = [view.data_ptr() for view in views]
         if _num_uses is not None:
             self._base_uses = [_num_uses(view.untyped_storage()._cdata) for view in views]
 
     def add_alias(self, slot: int, alias: torch.Tensor) -> None:
-        """User code has taken `.data` of a parameter."""
+        """Record that user code has taken `.data` of a parameter."""
         self._has_alias = True
         self._aliases.setdefault(slot, weakref.WeakSet()).add(alias)
 
@@ -55,7 +55,7 @@ class Writes:
         return any(alias.data_ptr() == self._addresses[slot] for alias in self._aliases.get(slot, ()))
 
     def is_shared(self, *, is_gathered: bool) -> bool:
-        """Whether anybody else holds memory of the full vector: a view that a module returned, `.data`, an array."""
+        """Whether anything else uses the full vector's memory: a view that a module returned, `.data`, an array."""
         if not self._views or _num_uses is None:
             return any(len(aliases) > 0 for aliases in self._aliases.values())
         for view, base in zip(self._views, self._base_uses, strict=True):
@@ -64,7 +64,7 @@ class Writes:
         return False
 
     def note(self) -> None:
-        """Shards hold what the gathered parameters show now."""
+        """Record that the shards hold the gathered values as they are now."""
         self.is_untouched = False
         self._has_alias = self._is_always_full and any(len(aliases) > 0 for aliases in self._aliases.values())
         is_watched = not self._is_always_full and not isinstance(self._full, OverlaidBuffer) and self.is_shared(is_gathered=True)
@@ -75,7 +75,7 @@ class Writes:
     def may_have_happened(self) -> bool:
         """Whether gathered values may differ from the shards: written through the parameter or an alias of it, or replaced.
 
-        The same answer on every rank whose user code has done the same: it does not depend on which slice is whose.
+        The answer does not depend on which slice a rank owns, so it is the same on ranks whose user code has done the same.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self._versions != [p._version for p in self._params]:
@@ -88,7 +88,7 @@ class Writes:
         return self._has_alias or (self._shown is not None and self._shown != self._mark())
 
     def replaced(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """(slot, the tensor in its place, whether the Unit's own view has moved) of parameters with other memory."""
+        """(slot, new tensor, whether the Unit's own view has moved) of parameters that were given other memory."""
         for slot, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
             with torch._C.DisableTorchFunctionSubclass():
                 if param.data_ptr() != address:
@@ -97,13 +97,13 @@ class Writes:
     # -- while the Unit is freed ------------------------------------------------------------------------------
 
     def begin_freed(self, *, keeps_memory: bool, is_shared: bool) -> None:
-        """The Unit is freed; `is_shared`: somebody still uses its memory, which `keeps_memory` or shows the shards."""
+        """The Unit is freed. `is_shared`: its memory is still in use; it then `keeps_memory`, or is an overlay."""
         self._freed = None
         if is_shared:
             self._freed = self._mark() if keeps_memory else 0
 
     def happened_while_freed(self, *, keeps_memory: bool) -> bool:
-        """Whether memory that was in use when the Unit was freed has been written since."""
+        """Whether memory that user code held when the Unit was freed has been written since."""
         if self._freed is None or self._full is None:
             return False
         if keeps_memory:
@@ -111,7 +111,7 @@ class Writes:
         return isinstance(self._full, OverlaidBuffer) and not self._full.is_untouched()
 
     def forget_freed(self) -> None:
-        """Report what was written while freed once only."""
+        """Accept the current values, so that a write while freed is reported only once."""
         self._freed = self._mark()
 
     def _mark(self) -> int:
