@@ -154,7 +154,7 @@ class Run:
         it a step sends its gradients once, but every rank keeps local gradients of the whole model until the last backward. All
         ranks must use it in the same backwards.
         """
-        with self._runtime.gradients.accumulating():
+        with self._runtime.outside.accumulating():
             yield
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Run:
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
-        self._runtime.gradients.require_reduced("run.grad()")
+        self._runtime.gradients.accumulated.require_reduced("run.grad()")
         unit, slot = self._place(name)
         if not self._runtime.gradients.holds(unit, slot) or not unit.layout.slots[slot].numel:
             return None
@@ -232,7 +232,7 @@ class Run:
         A tensor is only valid until the next one is asked for.
         """
         gradients = self._runtime.gradients
-        gradients.require_reduced("run.iter_grads()")
+        gradients.accumulated.require_reduced("run.iter_grads()")
         for unit, names in self._by_unit():
             held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
             full = self._runtime.outside.full_grad(unit) if held else None

@@ -117,3 +117,90 @@ def test_the_report_says_what_it_costs(pool: RankPool) -> None:
     with_it, without = pool.run(cost, True)[0], pool.run(cost, False)[0]
     assert with_it[0] > without[0] and with_it[1] > without[1]
     assert with_it[1] <= with_it[0]
+
+
+class Stops(torch.autograd.Function):
+    """Raises in backward while asked to."""
+
+    is_on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Stops.is_on:
+            raise ValueError("stopped")
+        return grad
+
+
+def interrupted(stage: int) -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, opt, stage=stage, units=torch.nn.Linear)
+
+    def loss(number: int) -> torch.Tensor:
+        x = torch.ones(2, 8) * (number + 1)
+        return model[2](model[1](Stops.apply(model[0](x)))).square().mean()
+
+    with run.accumulating():
+        loss(0).backward()
+    Stops.is_on = True
+    with pytest.raises(ValueError, match="stopped"):
+        loss(1).backward()
+    Stops.is_on = False
+    with run.accumulating():  # may be entered after a backward that raised
+        loss(1).backward()
+    loss(1).backward()
+    with pytest.raises(OptimizerError, match="they are lost") as caught:
+        opt.step()
+    opt.zero_grad()
+    before = run.master("0.weight").clone()
+    with run.accumulating():
+        loss(0).backward()
+    loss(1).backward()
+    opt.step()
+    assert not torch.equal(run.master("0.weight"), before)
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_that_raises_does_not_lose_sums_silently(pool: RankPool, stage: int) -> None:
+    for text in pool.run(interrupted, stage):
+        assert "zero_grad()" in text
+
+
+def test_sums_are_kept_in_the_master_dtype() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, opt, stage=2, precision=sw.Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    for number in range(64):
+        loss = (model(torch.ones(1, 4, dtype=torch.bfloat16)) * 1.0).sum()
+        if number < 63:
+            with run.accumulating():
+                loss.backward()
+        else:
+            loss.backward()
+    assert run.grad("weight") is not None and torch.equal(run.grad("weight"), torch.full((4, 4), 64.0))
+    for _ in range(300):
+        with run.accumulating():
+            (model(torch.ones(1, 4, dtype=torch.bfloat16)) * 1.0).sum().backward()
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(run.grad("weight"), torch.full((4, 4), 365.0)), "bf16 would have stopped counting at 256"
+    run.close()
+
+
+def test_zeroed_sums_stay_zeros() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sw.shard(model, opt, stage=1)
+    with run.accumulating():
+        model["a"](torch.ones(1, 2)).sum().backward()
+    opt.zero_grad(set_to_none=False)
+    model["b"](torch.ones(1, 2)).sum().backward()
+    assert torch.equal(run.grad("a.weight"), torch.zeros(2, 2)), "as torch: zeros, not None"
+    run.close()

@@ -501,3 +501,45 @@ def differing_in_gathered() -> tuple[str, bool]:
 def test_a_refused_change_in_gathered_is_dropped_and_training_goes_on(pool: RankPool) -> None:
     for text, same in pool.run(differing_in_gathered):
         assert "not alike on every rank" in text and same, text
+
+
+class TwoNodes(nn.Module):
+    """Its weight is given other memory between two uses, so autograd has two nodes for it in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        with torch.no_grad():
+            self.weight.set_(self.weight.detach().clone())
+        return (y @ self.weight).sum()
+
+
+def test_a_parameter_with_two_nodes_keeps_both_gradients() -> None:
+    torch.manual_seed(0)
+    plain = TwoNodes()
+    torch.manual_seed(0)
+    model = TwoNodes()
+    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
+    plain(torch.ones(2, 8)).backward()
+    model(torch.ones(2, 8)).backward()
+    assert torch.equal(run.grad("weight"), plain.weight.grad)
+    run.close()
+
+
+def test_clipping_sees_gradients_that_were_changed_in_the_optimizer() -> None:
+    """On a rank alone the pieces are whole parameters, and user code may change their gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = sw.shard(model, opt, stage=0)
+    model(torch.randn(4, 8)).square().sum().backward()
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p in params:
+        p.grad = p.grad * 100
+    before = torch.cat([p.grad.reshape(-1) for p in params]).norm()
+    assert torch.allclose(run.clip_grad_norm_(1.0), before)
+    assert torch.allclose(torch.cat([p.grad.reshape(-1) for p in params]).norm(), torch.tensor(1.0), atol=1e-4)
+    run.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,38 @@ def test_any_flipped_bit_shows() -> None:
             assert checksum(values) != before, (at, bit)
             raw[at] ^= flip
     assert checksum(values) == before
+
+
+def _changes(a: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What training code does to a whole matrix, or to every so many elements of it."""
+    found = {"negated": -a, "doubled": a * 2, "halved": a / 2, "transposed": a.t().contiguous(), "zeroed": a * 0}
+    for step in (1, 2, 3, 4, 8, 16, 64):
+        for start in (0, 1, 3):
+            for factor in (-1.0, 2.0, 0.5, 4.0, 256.0):
+                changed = a.clone()
+                changed[:, start::step] *= factor
+                found[f"columns {start}::{step} times {factor}"] = changed
+                changed = a.clone()
+                changed[start::step, 1::2] *= factor
+                found[f"rows {start}::{step}, odd columns times {factor}"] = changed
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_regular_changes_show(dtype: torch.dtype, size: int) -> None:
+    a = torch.randn(size, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    before = checksum(a)
+    for name, changed in _changes(a).items():
+        assert torch.equal(changed, a) == (checksum(changed) == before), name
+
+
+def test_a_default_device_does_not_matter() -> None:
+    expected = checksum(torch.arange(5000.0))
+    sys.modules["shardwise.tiers.checksum"]._weights.cache_clear()
+    values = torch.arange(5000.0)
+    with torch.device("meta"):
+        assert checksum(values) == expected
 
 
 def test_moved_elements_and_lengths_show() -> None:

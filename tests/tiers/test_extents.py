@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import random
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from shardwise.errors import LifecycleError, MemoryBudgetError
-from shardwise.tiers import DiskFile, DiskShelf, Extents, Kind, Ledger, Mover, Tier
+from shardwise.tiers import DiskFile, DiskShelf, Extents, Kind, Ledger, Mover, Tier, aligned_memory
+from shardwise.tiers import disk as disk_module
 
 
 def test_random_reservations_never_overlap_and_nothing_is_lost() -> None:
@@ -60,8 +63,8 @@ def test_a_shelf_releases_and_reserves(tmp_path: Path) -> None:
     with pytest.raises(MemoryBudgetError, match="do not fit on this shelf"):
         shelf.reserve(7, 9000)
     shelf.reserve(7, 4000)
-    with shelf.borrowed(7, keeps_changes=False) as vector:
-        assert not vector.any(), "a released range reads as zeros"
+    with shelf.borrowed(7, keeps_changes=True) as vector:
+        vector.fill_(7.0)
     for unit, numel in ((0, 5000), (2, 9000)):
         with shelf.borrowed(unit, keeps_changes=False) as vector:
             assert torch.equal(vector, (torch.arange(numel) + unit).float()), "neighbours are untouched"
@@ -77,4 +80,29 @@ def test_a_file_reuses_what_was_released(tmp_path: Path) -> None:
     disk.release(first, 10_000)
     assert disk.reserve(8_000) == first
     assert disk.reserve(50_000) > second
+    disk.close()
+
+
+def test_reserving_in_the_middle_keeps_the_rest_without_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system cannot allocate, the size is set instead: it must never shrink."""
+
+    class Refusing:
+        argtypes: object = None
+
+        def __call__(self, *_: object) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+    library = type("Library", (), {"fallocate": Refusing()})
+    monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda *_, **__: library)
+    disk = DiskFile(tmp_path)
+    first, second = disk.reserve(4096), disk.reserve(4096)
+    memory = aligned_memory(4096)
+    memory.fill_(5)
+    disk.write(memory, second).wait()
+    disk.release(first, 4096)
+    assert disk.reserve(4096) == first
+    found = aligned_memory(4096)
+    disk.read(found, second).wait()
+    assert bool((found == 5).all())
     disk.close()

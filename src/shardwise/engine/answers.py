@@ -67,7 +67,8 @@ class Answers:
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None if there is no gradient; at stage 0 the gradient; else an error, as it is in the shards."""
         runtime, unit, slot = self.runtime, handle.unit, handle.slot
-        runtime.gradients.require_reduced(".grad")
+        if runtime.gradients.accumulated.has(unit.index, slot):
+            runtime.gradients.accumulated.require_reduced(".grad")
         if not runtime.gradients.holds(unit, slot):
             return None
         place = unit.layout.slots[slot]

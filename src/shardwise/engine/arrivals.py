@@ -7,14 +7,14 @@ the runtime by a weak reference, because Python's collector cannot see what auto
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.partition import REQUIRES_GRAD, Unit, own_grad, set_own_grad
+from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
 
 
 class ArrivalListener(Protocol):
@@ -47,19 +47,15 @@ class Arrivals:
         node.register_prehook(_Arrival(self._listener, unit.index, slot))
         self._nodes[unit.index, slot] = node
 
-    def take_strays(self, complete: Container[int]) -> None:
-        """Collect gradients that autograd accumulated in `.grad`: a parameter has a new node after `p.set_()`, for example.
-
-        Units in `complete` are skipped: all their gradients have arrived.
-        """
+    def take_strays(self) -> None:
+        """Receive gradients that autograd accumulated itself: `p.set_()`, for example, gives a parameter a new node."""
         for unit in self._units:
-            if unit.index in complete:
-                continue
-            for slot, param in enumerate(unit.params):
-                grad = own_grad(param)
+            with torch._C.DisableTorchFunctionSubclass():
+                grads = [GRAD.__get__(param) for param in unit.params]
+            for slot, grad in enumerate(grads):
                 if grad is not None:
-                    set_own_grad(param, None)
-                    self._listen(unit, slot, param)
+                    set_own_grad(unit.params[slot], None)
+                    self._listen(unit, slot, unit.params[slot])
                     self._listener.arrive(unit.index, slot, grad)
 
 

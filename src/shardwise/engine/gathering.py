@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import Transport, World
+from shardwise.comm import Transport
 from shardwise.engine.offload import Offloading
 from shardwise.engine.saved import SavedPlaces
 from shardwise.engine.transforms import outside_transforms
@@ -48,7 +48,6 @@ class Gathering:
     def __init__(
         self,
         units: Sequence[Unit],
-        world: World,
         transport: Transport,
         offload: Offloading,
         saved: SavedPlaces,

@@ -136,6 +136,13 @@ class GradsInMemory(GradHome):
         """The vector itself."""
         yield self._vector(unit)
 
+    def each(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, UpdatePiece, torch.Tensor]]:
+        """The gradients that the optimizer has: where it may be changed by hand, that is not this vector."""
+        for unit in units:
+            for piece, grad in zip(unit.pieces, unit.grads(), strict=True):
+                if grad is not None:
+                    yield unit, piece, grad
+
     def scale(self, units: Iterable[Unit], factor: torch.Tensor) -> None:
         """Multiply in place."""
         for _, _, grad in self.each(units):

@@ -7,17 +7,16 @@ only some ranks used it, the gradient of the others counts as zero (`docs/numeri
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import JoinedSink, JoinedSource, Transport, World
+from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.grad_home import GradHome
 from shardwise.engine.reduction import GradShard, LocalGrad
-from shardwise.errors import OptimizerError, ShardwiseError
 from shardwise.observe import EventLog
 from shardwise.partition import Unit, fill_buckets
 from shardwise.stages import Held, Stage
@@ -63,11 +62,8 @@ class Gradients:
         self._in_flight: deque[tuple[Ticket, Sequence[Unit], int]] = deque()
         self._flags = self._number_flags()
         self._held: dict[int, set[int]] = {index: set() for index in self.units}
-        self._local: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.units}  # accumulated, not reduced yet
-        self.is_accumulating = False
-        """Whether backwards only add to local gradients: inside `run.accumulating()`."""
-        self.has_accumulated = False
-        """Whether `run.accumulating()` was ever entered: then local gradients of all Units are kept."""
+        self.accumulated = Accumulated(ledger, world.device)
+        """Sums of backwards inside `run.accumulating()`."""
         self.is_scaled = False
         """Whether gradients are still multiplied by the loss scale."""
 
@@ -87,36 +83,24 @@ class Gradients:
         in_order = sorted(self.units.items())
         self.units.clear()
         self.units.update(in_order)
-        self._arrived[unit.index], self._versions[unit.index], self._local[unit.index] = {}, {}, {}
-        self._held[unit.index] = set()
+        self._arrived[unit.index], self._versions[unit.index], self._held[unit.index] = {}, {}, set()
         self._order = self._next_order = [*self._order, unit.index]
         self._buckets = self._make_buckets()
         self._flags = self._number_flags()
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Inside, backwards add to local gradients; the first one outside reduces them."""
-        if self.is_accumulating or self._launched or any(self._arrived.values()):
-            raise ShardwiseError("run.accumulating() was entered twice, or inside a backward. Enter it around whole backwards.")
-        self.is_accumulating = self.has_accumulated = True
-        try:
-            yield
-        finally:
-            self.is_accumulating = False
 
     # -- during backward --------------------------------------------------------------------------------------
 
     def arrive(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
         """Receive one parameter's gradient; start the buckets that are complete and next in order."""
-        if self.is_accumulating:
-            self._accumulate(unit, slot, grad)
+        if self.accumulated.is_open:
+            self.accumulated.add(unit, slot, grad)
             return
         index = unit.index
-        arrived, local = self._arrived[index], self._local[index]
+        arrived = self._arrived[index]
         if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
             grad = arrived[slot] + grad
-        elif slot in local:
-            grad = local.pop(slot).add_(grad)
+        elif (earlier := self.accumulated.take(index, slot)) is not None:
+            grad = earlier.add_(grad)
         else:
             self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
         arrived[slot] = grad
@@ -124,19 +108,6 @@ class Gradients:
         if len(arrived) == len(unit.params) and index not in self._launched:
             self._completed[index] = None
             self._launch_ready()
-
-    def _accumulate(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
-        local = self._local[unit.index]
-        if slot in local:
-            local[slot].add_(grad)
-        else:
-            self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
-            local[slot] = grad.clone()  # a copy, because autograd or a hook may still use the original
-
-    @property
-    def complete(self) -> Container[int]:
-        """Units whose gradients have all arrived in this backward."""
-        return self._completed
 
     def _launch_ready(self) -> None:
         while self._position < len(self._buckets):
@@ -151,14 +122,10 @@ class Gradients:
             self._finish_oldest()
         while self._in_flight and self._in_flight[0][0].is_done_within(0.0):
             self._finish_oldest()
-        for unit in bucket:  # accumulated gradients of parameters that this backward has not used
-            for slot, grad in self._local[unit.index].items():
-                self._arrived[unit.index][slot] = grad
-                self._versions[unit.index][slot] = grad._version
-            self._local[unit.index] = {}
-        num_bytes = sum(grad.nbytes for unit in bucket for grad in self._arrived[unit.index].values())
+        sources = [self._take_arrived(unit) for unit in bucket]
+        num_bytes = sum(source.num_bytes for source in sources)
         try:
-            ticket = self._start(bucket, adds)
+            ticket = self._start(bucket, sources, adds)
         except BaseException:
             self._ledger.release(self._tier, Kind.GRAD, num_bytes)
             for unit in bucket:
@@ -166,17 +133,21 @@ class Gradients:
             raise
         self._in_flight.append((ticket, bucket, num_bytes))
 
-    def _start(self, bucket: Sequence[Unit], adds: bool) -> Ticket:
-        sources, sinks = [], []
-        for unit in bucket:
-            arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
-            versions, self._versions[unit.index] = self._versions[unit.index], {}
-            self._launched.add(unit.index)
+    def _take_arrived(self, unit: Unit) -> LocalGrad:
+        arrived, self._arrived[unit.index] = self._arrived[unit.index], {}
+        versions, self._versions[unit.index] = self._versions[unit.index], {}
+        for slot, grad in self.accumulated.take_rest(unit.index).items():  # this backward has not used these parameters
+            arrived[slot], versions[slot] = grad, grad._version
+        self._launched.add(unit.index)
+        return LocalGrad(unit, arrived, versions)
+
+    def _start(self, bucket: Sequence[Unit], sources: Sequence[LocalGrad], adds: bool) -> Ticket:
+        sinks = []
+        for unit, source in zip(bucket, sources, strict=True):
             self._events.emit("reduce", unit.name)
             held = {piece.slot for piece in unit.pieces} if adds else self.home.held_slots(unit)
             grad, ready = self.home.begin(unit, accumulates=bool(held))
-            sources.append(LocalGrad(unit, arrived, versions))
-            sinks.append(GradShard(unit, grad, self._world.everyone.size, held, ready, sources[-1].check))
+            sinks.append(GradShard(unit, grad, self._world.everyone.size, held, ready, source.check))
         lengths = [unit.layout.shard_numel for unit in bucket]
         first = bucket[0]
         return self._transport.reduce(
@@ -213,8 +184,8 @@ class Gradients:
         A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks what other ranks used:
         another rank may be waiting for that Unit in the middle of its backward.
         """
-        has_any = bool(self._launched) or any(self._arrived.values()) or any(self._local.values())
-        used_here = [i in self._launched or s in self._arrived[i] or s in self._local[i] for i, s in self._flags]
+        has_any = bool(self._launched) or any(self._arrived.values()) or self.accumulated.has_any
+        used_here = [i in self._launched or s in self._arrived[i] or self.accumulated.has(i, s) for i, s in self._flags]
         if has_any:
             self._launch_rest()
         used, late, anyone_has_any, stall_percent, answers = self._agree(used_here, has_any, stall_percent, asked)
@@ -232,6 +203,7 @@ class Gradients:
             if slots:
                 self._held[unit.index] |= slots
                 self.home.hand_over(unit, slots, self._stage, self._transport)
+        self.accumulated.finish()
         self._reset()
         return stall_percent, answers, anyone_has_any
 
@@ -280,6 +252,7 @@ class Gradients:
         for arrived in self._arrived.values():
             self._ledger.release(self._tier, Kind.GRAD, sum(grad.nbytes for grad in arrived.values()))
             arrived.clear()
+        self.accumulated.abandon()
         self._next_order = self._order
         self._reset()
         try:
@@ -309,8 +282,9 @@ class Gradients:
 
     def clear(self, slots: Collection[tuple[int, int]] | None = None, *, set_to_none: bool = True) -> None:
         """What `zero_grad()` does: drop or zero the reduced gradients of these (Unit, slot) parameters, by default of all."""
+        self.accumulated.clear(lambda index, slot: slots is None or (index, slot) in slots, set_to_none=set_to_none)
+        self.accumulated.begin_afresh()
         for index, unit in self.units.items():
-            self._drop_local(index, [slot for slot in self._local[index] if slots is None or (index, slot) in slots])
             chosen = {slot for slot in self._held[index] if slots is None or (index, slot) in slots}
             for piece in unit.pieces:
                 if piece.slot in chosen and piece.grad is not None:
@@ -324,23 +298,9 @@ class Gradients:
                     self.home.forget(unit)
         self.is_scaled &= any(self._held.values())
 
-    def _drop_local(self, index: int, slots: Sequence[int]) -> None:
-        for slot in slots:
-            grad = self._local[index].pop(slot, None)
-            if grad is not None:
-                self._ledger.release(self._tier, Kind.GRAD, grad.nbytes)
-
-    def require_reduced(self, what: str) -> None:
-        """Raise if there are local gradients that are not reduced over ranks yet; `what` names the caller."""
-        if any(self._local.values()):
-            raise OptimizerError(
-                f"{what}: gradients were accumulated inside run.accumulating() and are not reduced over ranks yet. Run the last "
-                "backward before the step outside that context."
-            )
-
     def drop(self, unit: Unit, slot: int) -> None:
         """Drop one parameter's gradient."""
-        self._drop_local(unit.index, [slot])
+        self.accumulated.clear(lambda index, number: (index, number) == (unit.index, slot), set_to_none=True)
         for piece in unit.pieces_of(slot):
             piece.set_grad(None)
         self._held[unit.index].discard(slot)

@@ -24,7 +24,7 @@ class ModelBuffers:
 
     def __init__(self, model: nn.Module, world: World, *, is_local: bool) -> None:
         self._model = model
-        self._modules = list(model.named_modules())  # walked in every step; buffers of modules added later are not broadcast
+        self._modules: list[tuple[str, nn.Module, tuple[nn.Module | None, ...]]] = []  # path, module, its children
         self._world = world
         self._is_idle = is_local or world.world_size == 1
         self._marks: dict[str, int] = {}
@@ -33,8 +33,11 @@ class ModelBuffers:
             self._remember(dict(self._each()))
 
     def _each(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Walking the tree anew in every step would cost more than all buffers of most models: look whether it has changed.
+        if not self._modules or any(tuple(module._modules.values()) != children for _, module, children in self._modules):
+            self._modules = [(path, m, tuple(m._modules.values())) for path, m in self._model.named_modules()]
         seen: set[int] = set()
-        for path, module in self._modules:
+        for path, module, _ in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen and buffer.numel() and not buffer.is_meta:
                     seen.add(id(buffer))

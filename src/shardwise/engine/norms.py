@@ -48,7 +48,7 @@ class Norms:
             raise OptimizerError(
                 "clip_grad_norm_: gradients are still multiplied by the loss scale. Call run.scaler.unscale_(optimizer) first."
             )
-        self._gradients.require_reduced("clip_grad_norm_()")
+        self._gradients.accumulated.require_reduced("clip_grad_norm_()")
         norm = self.norm(norm_type)
         if bool(torch.isfinite(norm)):
             self._home.scale(self._units.values(), clip_factor(norm, max_norm))
@@ -64,7 +64,7 @@ class Norms:
 
     def unscale(self, factor: float) -> bool:
         """Multiply all gradients by `factor`; return whether they were finite on all ranks before."""
-        self._gradients.require_reduced("run.scaler")
+        self._gradients.accumulated.require_reduced("run.scaler")
         is_finite = self.is_finite()
         self._home.scale(self._units.values(), torch.tensor(factor, dtype=torch.float64))
         self._gradients.is_scaled = False

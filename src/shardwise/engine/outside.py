@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.engine.arrivals import is_inside_autograd
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
+from shardwise.errors import ShardwiseError
 from shardwise.partition import (
     COLLECTIVES,
     FreedView,
@@ -127,6 +129,17 @@ class Outside:
             if is_changed:
                 unit.changed()
             unit.writes.note()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backwards inside add to local gradients; the first one outside reduces the sums."""
+        runtime = self._runtime
+        if is_inside_autograd():
+            raise ShardwiseError("run.accumulating() was entered inside a backward. Enter it around whole backwards.")
+        if runtime.in_backward:
+            runtime.start_afresh()  # the last backward raised
+        with runtime.gradients.accumulated.opened():
+            yield
 
     # -- single operations ------------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ class LocalGrad:
         self._grads = grads
         self._versions = versions
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the local gradients."""
+        return sum(grad.nbytes for grad in self._grads.values())
+
     def check(self) -> None:
         """Raise if a gradient was changed in place after it arrived."""
         for slot, grad in self._grads.items():

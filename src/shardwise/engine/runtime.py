@@ -65,7 +65,7 @@ class Runtime:
         self.events = EventLog()
         self.saved = SavedPlaces(self._restore)
         self.gathering = Gathering(
-            units, world, transport, offload, self.saved, self.events, prefetch_bytes=prefetch_bytes, spare_pages=spare_pages
+            units, transport, offload, self.saved, self.events, prefetch_bytes=prefetch_bytes, spare_pages=spare_pages
         )
         self.gradients = Gradients(units, world, transport, stage, self.events, ledger, offload.grads)
         self.norms = Norms(self.gradients, world, transport, stage, needs_scaling=needs_scaling)
@@ -77,14 +77,13 @@ class Runtime:
         self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
         self._keeps_places = stage.params is Held.SHARD
         self._frames: list[Frame] = []
-        self._in_backward = False
+        self.in_backward = False
         self._end_of_backward: weakref.ref[EndOfBackward] | None = None
         self._is_scaled = False  # whether the running backward started from a scaled loss
         self._update_began = self.events.now()
         self.stall_percent = 0
         """Percentage of the last step spent waiting for gathers: the largest of all ranks."""
-        self.num_steps = 0
-        self.num_skipped_steps = 0
+        self.num_steps = self.num_skipped_steps = 0
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -97,9 +96,9 @@ class Runtime:
             self._keep_places(frame)
             return None
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
-        if not is_inside_autograd() and (self._in_backward or self.outside.is_loading or was_interrupted):
+        if not is_inside_autograd() and (self.in_backward or self.outside.is_loading or was_interrupted):
             self.start_afresh()  # the last backward, load or forward raised
-        if not self._frames and not self._in_backward and not is_inside_autograd():
+        if not self._frames and not self.in_backward and not is_inside_autograd():
             self._begin_forward(is_root=is_root)
         frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
         self._frames.append(frame)
@@ -191,10 +190,10 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Note, once per backward, that a backward runs, and have autograd call `after_backward` at its end."""
-        if self._in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
+        if self.in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
             self.start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.in_backward:
+            self.in_backward = True
             self.events.emit("backward")
             if self.gathering.runner is not None:
                 self.gathering.runner.begin_backward()
@@ -235,7 +234,7 @@ class Runtime:
     def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
         """Receive the complete gradient of a parameter from autograd."""
         end = self._end_of_backward
-        if not self._in_backward or end is None or end() is None:
+        if not self.in_backward or end is None or end() is None:
             self.begin_backward()
         unit = self.units[index]
         if grad is None or not is_expected(unit, slot):
@@ -263,10 +262,13 @@ class Runtime:
         begin = self.events.now()
         if self.gathering.runner is not None:
             self.gathering.runner.end_backward()
-        self._arrivals.take_strays(self.gradients.complete)
-        if not self.gradients.is_accumulating:  # else changes are stored after the next backward that reduces
-            self._finish_gradients()
-        self._in_backward = self._is_scaled = False
+        self._arrivals.take_strays()
+        is_scaled, self._is_scaled = self.needs_scaling and self._is_scaled, False
+        if self.gradients.accumulated.is_open:  # changes are stored after the next backward that reduces
+            self.gradients.accumulated.end_backward(is_scaled=is_scaled)
+        else:
+            self._finish_gradients(is_scaled=is_scaled or self.gradients.accumulated.is_scaled)
+        self.in_backward = False
         self.gathering.end_passages()
         self.gathering.free_all()
         for unit in self._unfrozen.values():
@@ -274,21 +276,21 @@ class Runtime:
         self._unfrozen.clear()
         self.events.emit("backward end", since=begin)
 
-    def _finish_gradients(self) -> None:
+    def _finish_gradients(self, *, is_scaled: bool) -> None:
         """Finish all reductions, and store the parameters and buffers that any rank has changed since the last backward."""
         written = [use.is_written for use in self.gathering.uses]
         asked = [*written, *self._buffers.changed()]
         self.stall_percent, found, has_grads = self.gradients.finish(self.gathering.stall_percent(), asked)
-        self.gradients.is_scaled |= self.needs_scaling and self._is_scaled and has_grads
+        self.gradients.is_scaled |= is_scaled and has_grads
         if self.gathering.runner is not None:
             self.gathering.runner.observe(self.stall_percent)
-        self._in_backward = False
+        self.in_backward = False
         self.changes.store(self.changes.chosen(found[: len(written)]))
         self._buffers.broadcast(self.transport, found[len(written) :])
 
     def unfreeze(self, unit: Unit) -> None:
         """Make a frozen Unit trainable from the next forward on, because a parameter of it was unfrozen."""
-        if self._in_backward:
+        if self.in_backward:
             self._unfrozen[unit.index] = unit
         elif not unit.is_trainable:
             self._thaw(unit)
@@ -296,7 +298,7 @@ class Runtime:
 
     def start_afresh(self) -> None:
         """Clean up after a forward, backward or load that raised: end what it left open and free Units."""
-        was_in_backward, self._in_backward = self._in_backward, False
+        was_in_backward, self.in_backward = self.in_backward, False
         self.gathering.settle()
         if was_in_backward:
             self.gradients.abandon()
@@ -324,12 +326,12 @@ class Runtime:
                 "optimizer.step() was called with gradients that are still multiplied by the loss scale. Call "
                 "run.scaler.step(optimizer) instead, then run.scaler.update()."
             )
-        self.gradients.require_reduced("optimizer.step()")
+        self.gradients.accumulated.require_reduced("optimizer.step()")
         if self.outside.num_contexts:
             raise ShardwiseError(
                 "optimizer.step() was called inside run.gathered(...): the update would be overwritten. Leave the context first."
             )
-        if self._in_backward or self._frames or self.outside.is_loading:
+        if self.in_backward or self._frames or self.outside.is_loading:
             self.start_afresh()
         self.gathering.settle()
         self._free_for_step()

@@ -5,7 +5,7 @@ Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset
 `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory); `store`, `write_back`,
 `absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values in and out of a Unit); `UnitState`, `Handle`,
 `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (classes of
-parameters); `own_grad`, `set_own_grad`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
+parameters); `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays the same
 object, with the same shape and name, whether its Unit is gathered or freed.
@@ -16,7 +16,7 @@ from shardwise.partition.freed import FreedParameter, FreedView, ShardedParamete
 from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
-from shardwise.partition.raw import REQUIRES_GRAD, own_grad, set_own_grad
+from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
 from shardwise.partition.unit import Unit, UpdatePiece
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
 from shardwise.partition.values import (
@@ -32,6 +32,7 @@ from shardwise.partition.values import (
 __all__ = [
     "BUCKET_BYTES",
     "COLLECTIVES",
+    "GRAD",
     "METADATA",
     "REQUIRES_GRAD",
     "Blueprint",

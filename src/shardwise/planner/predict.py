@@ -68,7 +68,7 @@ def predict_run(
         exchange_bytes=runtime.transport.planned_exchange_bytes,
         activation_bytes=activation_bytes,
         prefetch_bytes=0 if runner is None else runner.budget_bytes,
-        accumulates=runtime.gradients.has_accumulated,
+        accumulates=runtime.gradients.accumulated.was_used,
     )
 
 

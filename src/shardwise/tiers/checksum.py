@@ -1,8 +1,9 @@
 """One checksum for everything: ranges on disk, values that ranks compare, memory that user code may have written.
 
-The bytes are padded with zeros to blocks of 512 words of 64 bits. Each word is multiplied by a fixed odd weight for its place in
-the block, and each block's sum by an odd number for the block; all sums wrap around at 64 bits. Any change of a single word
-changes the sum. The native version and the one in torch give the same values, on any device.
+The bytes are padded with zeros to blocks of 512 words of 64 bits. Both 32-bit halves of every word are multiplied by fixed 64-bit
+weights of their own and added up, so that no bit of a word is lost in the sum; each block's sum is mixed with the block's number,
+and the mixed sums are added and mixed with the length. All arithmetic wraps around. The native form and the one in torch give the
+same values, on any device.
 """
 
 from __future__ import annotations
@@ -14,49 +15,78 @@ import torch
 from shardwise import native
 
 _WORDS = 512
-_CHUNK_WORDS = 1 << 20  # per chunk in torch, which allocates memory for the products
+_CHUNK_WORDS = 1 << 19  # Words processed at a time by the torch form, which needs memory for the products.
 _ALL = (1 << 64) - 1
+_HALF = (1 << 32) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FACTOR = 0xD6E8FEB86659FD93
 
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Fixed odd numbers, made by a linear congruential generator."""
-    found, state = [], 0x9E3779B97F4A7C15
-    for _ in range(_WORDS):
-        state = (state * 6364136223846793005 + 1442695040888963407) & _ALL
-        word = (state >> 1) | 1
-        found.append(word)
-    return torch.tensor(found, dtype=torch.int64)
+    """Odd 64-bit numbers from splitmix64: for the low halves of a block's words, then for the high halves."""
+    found, state = [], 0
+    for _ in range(2 * _WORDS):
+        state = (state + _STEP) & _ALL
+        word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _ALL
+        found.append(_signed((word ^ (word >> 31)) | 1))
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def checksum(values: torch.Tensor) -> int:
-    """A checksum of a tensor's bytes in row-major order, the same on every device and with or without the native library."""
+    """A checksum of a tensor's bytes in row-major order, the same on every device and with or without the native library.
+
+    62 bits, so that its negative also fits a 64-bit integer.
+    """
     values = values.detach().contiguous()
     length = values.numel() * values.element_size()
     library = native.library() if values.device.type == "cpu" else None
     if library is not None:
-        return _folded(int(library.sw_checksum(values.data_ptr(), length, _weights().data_ptr())))
-    flat = values.view(-1).view(torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
-    whole = length - length % (8 * _WORDS)
-    parts = [flat[:whole]]
+        total = int(library.sw_block_checksum(values.data_ptr(), length, _weights().data_ptr()))
+    else:
+        total = _mixed(_sum_in_torch(values, length), length)
+    return (total ^ (total >> 62)) & ((1 << 62) - 1)
+
+
+def _sum_in_torch(values: torch.Tensor, length: int) -> int:
+    """The sum of the mixed blocks."""
+    if not length:
+        return 0
+    device, block = values.device, 8 * _WORDS
+    flat = values.view(-1).view(torch.uint8)
+    whole = length - length % block
+    parts = list(flat[:whole].split(8 * _CHUNK_WORDS)) if whole else []
     if whole < length:
-        last = torch.zeros(8 * _WORDS, dtype=torch.uint8, device=flat.device)
+        last = torch.zeros(block, dtype=torch.uint8, device=device)
         last[: length - whole] = flat[whole:]
         parts.append(last)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    number = 0
-    weights = _weights().to(values.device)
+    low, high = _weights().to(device).split(_WORDS)
+    total, number = 0, 0
     for part in parts:
-        for chunk in part.split(8 * _CHUNK_WORDS):
-            if chunk.data_ptr() % 8:  # a view of another dtype needs an aligned start
-                chunk = chunk.clone()
-            sums = (chunk.view(torch.int64).view(-1, _WORDS) * weights).sum(1)
-            numbers = torch.arange(number, number + sums.numel(), dtype=torch.int64, device=values.device)
-            total += (sums * (2 * numbers + 1)).sum()
-            number += sums.numel()
-    return _folded((int(total) + length) & _ALL)
+        if part.data_ptr() % 8:  # A view as int64 needs an aligned start.
+            part = part.clone()
+        words = part.view(torch.int64).view(-1, _WORDS)
+        sums = ((words & _HALF) * low + (_shifted(words)) * high).sum(1)
+        sums = sums + torch.arange(number, number + sums.numel(), dtype=torch.int64, device=device) * _signed(_STEP)
+        for _ in range(2):
+            sums = (sums ^ _shifted(sums)) * _signed(_FACTOR)
+        total += int((sums ^ _shifted(sums)).sum())
+        number += words.shape[0]
+    return total & _ALL
 
 
-def _folded(total: int) -> int:
-    """Fold 64 bits into 62, so that the negative also fits a 64-bit integer."""
-    return (total ^ (total >> 32)) & ((1 << 62) - 1)
+def _shifted(words: torch.Tensor) -> torch.Tensor:
+    """`words >> 32` without the sign."""
+    return (words >> 32) & _HALF
+
+
+def _mixed(total: int, number: int) -> int:
+    total = (total + number * _STEP) & _ALL
+    for _ in range(2):
+        total = ((total ^ (total >> 32)) * _FACTOR) & _ALL
+    return total ^ (total >> 32)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

@@ -109,7 +109,7 @@ class DiskFile:
             _allocate(self.file, offset, length)
 
     def punch(self, offset: int, num_bytes: int) -> None:
-        """Return the blocks of a range to the file system; the range then reads as zeros."""
+        """Return the blocks of a range to the file system, if it can take them; what the range reads as is undefined."""
         self.engine.drain()  # nothing may still be written there
         length = aligned(num_bytes)
         _punch(self.file, offset, length)
@@ -289,7 +289,8 @@ def _allocate(file: File, offset: int, length: int) -> None:
         if error == errno.EINTR:
             continue
         if error in (errno.EOPNOTSUPP, errno.ENOSYS):  # only set the size; writes allocate the blocks
-            os.ftruncate(file.descriptor, offset + length)
+            if os.fstat(file.descriptor).st_size < offset + length:
+                os.ftruncate(file.descriptor, offset + length)
             return
         raise DiskError(
             error,
@@ -304,8 +305,9 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 def _punch(file: File, offset: int, length: int) -> None:
     """Free the blocks of a range, if the file system can; otherwise they stay until the file is closed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if length and hasattr(libc, "fallocate"):
-        libc.fallocate(file.descriptor, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
+    if length:
+        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+        libc.fallocate(file.descriptor, _PUNCH_HOLE, offset, length)
 
 
 def _num_bytes(memory: torch.Tensor) -> int:

@@ -65,12 +65,19 @@ class Shelf(ABC):
                 f"{numel} elements do not fit on this shelf: of {self.numel}, {self._extents.free} are free, in pieces. Release "
                 "more of it first."
             )
-        self._allocate(start, whole_quanta(numel))
+        try:
+            self._allocate(start, whole_quanta(numel))
+        except BaseException:
+            self._extents.release(start, whole_quanta(numel))
+            raise
         self.starts[unit], self._lengths[unit] = start, numel
         return start
 
     def release(self, unit: int) -> None:
-        """Release a Unit's range. Its contents are lost, and other Units may reserve it."""
+        """Release a Unit's range. Its contents are lost, and other Units may reserve it.
+
+        Every fetch and evict of the range must have been waited for.
+        """
         start, numel = self.starts.pop(unit), whole_quanta(self._lengths.pop(unit))
         self._extents.release(start, numel)
         self._free(start, numel)
