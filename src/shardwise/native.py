@@ -64,6 +64,7 @@ _SIGNATURES = {
     ),
     "sw_io_forget": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "sw_io_drain": (None, [ctypes.c_void_p]),
+    "sw_read_flat": (None, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p]),
     "sw_block_checksum": (ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "sw_adam": (
         None,

@@ -7,12 +7,13 @@ the runtime by a weak reference, because Python's collector cannot see what auto
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from shardwise.engine.lookups import SharedTable
 from shardwise.errors import ModelError
 from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
 
@@ -27,11 +28,13 @@ class ArrivalListener(Protocol):
 class Arrivals:
     """Hooks all parameters, frozen ones too, because they may be unfrozen later."""
 
-    def __init__(self, units: Sequence[Unit], listener: ArrivalListener) -> None:
+    def __init__(self, units: Sequence[Unit], listener: ArrivalListener, tables: Mapping[int, SharedTable]) -> None:
+        """`tables`: by Unit, tables whose gradient is put together here."""
         self._units = units
         self._listener = listener
         # A parameter holds its AccumulateGrad node weakly: without this reference a new node without the hook would replace it.
         self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
+        self._tables = tables
         for unit in units:
             for slot, param in enumerate(unit.params):
                 self._listen(unit, slot, param)
@@ -44,7 +47,7 @@ class Arrivals:
             node = torch.autograd.graph.get_gradient_edge(param).node
             if is_frozen:
                 torch.Tensor.requires_grad_(param, False)
-        node.register_prehook(_Arrival(self._listener, unit.index, slot))
+        node.register_prehook(_Arrival(self._listener, unit.index, slot, self._tables.get(unit.index)))
         self._nodes[unit.index, slot] = node
 
     def take_strays(self) -> None:
@@ -83,16 +86,16 @@ def is_expected(unit: Unit, slot: int) -> bool:
 class _Arrival:
     """The prehook of one parameter: autograd calls it with the gradient."""
 
-    __slots__ = ("_index", "_listener", "_slot")
+    __slots__ = ("_index", "_listener", "_slot", "_table")
 
-    def __init__(self, listener: ArrivalListener, index: int, slot: int) -> None:
+    def __init__(self, listener: ArrivalListener, index: int, slot: int, table: SharedTable | None) -> None:
         self._listener = weakref.ref(listener)
-        self._index, self._slot = index, slot
+        self._index, self._slot, self._table = index, slot, table
 
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         listener = self._listener()
         if listener is not None:
-            listener.arrive(self._index, self._slot, grads[0])
+            listener.arrive(self._index, self._slot, grads[0] if self._table is None else self._table.complete(grads))
         return (None,)
 
 

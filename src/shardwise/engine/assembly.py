@@ -20,6 +20,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
 from shardwise.engine.hooks import attach
+from shardwise.engine.lookups import adds_in_place
 from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
 from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
@@ -68,7 +69,7 @@ def assemble(
     ledger = Ledger()
     offload = Offloading(config.offload, world, ledger)
     emulated = _emulated(world, config)
-    blueprints = offload.decide([_draw(index, spec, world, config, emulated) for index, spec in enumerate(specs)])
+    blueprints = offload.decide([_draw(index, spec, model, world, config, emulated) for index, spec in enumerate(specs)])
     admit(blueprints)
     offload.place(optimizer)
     transport, memory = make_transport(
@@ -305,10 +306,11 @@ def _emulated(world: World, config: ShardConfig) -> bool:
     return bool(world.all_reduce(flag, torch.distributed.ReduceOp.MAX).item())
 
 
-def _draw(index: int, spec: UnitSpec, world: World, config: ShardConfig, emulated: bool) -> Blueprint:
+def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: ShardConfig, emulated: bool) -> Blueprint:
     """The Blueprint of a Unit; what is offloaded is decided later."""
     first = spec.infos[0].param
     stage = STAGES[config.stage]
+    holders = [[model.get_submodule(name.rpartition(".")[0]) for name in info.names] for info in spec.infos]
     dtypes = resolve_dtypes(first.dtype, config.precision, emulated)
     layout = make_layout(
         [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
@@ -327,6 +329,7 @@ def _draw(index: int, spec: UnitSpec, world: World, config: ShardConfig, emulate
         is_always_full=stage.params is Held.FULL,
         updates_full=stage.states is Held.FULL,
         shared_numel=max((info.param.numel() for info in spec.infos if len(info.names) > 1), default=0),
+        adds_in_place=stage.params is Held.SHARD and adds_in_place(model.get_submodule(spec.module_path), holders),
     )
 
 

@@ -27,10 +27,11 @@ Entry = tuple[Unit, tuple[int, ...]]
 class Use:
     """The engine's record of why a Unit must stay gathered."""
 
-    __slots__ = ("is_pinned", "is_written", "num_contexts", "passages", "scopes")
+    __slots__ = ("is_pinned", "is_written", "num_contexts", "num_opened", "passages", "scopes")
 
     def __init__(self) -> None:
         self.scopes = 0  # running forward calls and open contexts that use the Unit
+        self.num_opened = 0  # how often a covered Unit was opened while gradients were recorded
         self.num_contexts = 0  # how many of `scopes` are run.gathered contexts
         self.passages: set[object] = set()  # forward calls whose backward has begun and not ended
         self.is_pinned = False  # a graph holds views instead of Places: gathered until the next optimizer step
@@ -202,6 +203,12 @@ class Gathering:
         if use.is_pinned:
             use.is_pinned = False
             torch.autograd.graph.increment_version(unit.full)
+
+    def uncover(self, unit: Unit) -> None:
+        """Make a covered parameter usable by the running call or context."""
+        if unit.is_covered:
+            unit.uncover()
+            self.use(unit).num_opened += torch.is_grad_enabled()
 
     def cover(self, unit: Unit) -> None:
         """Make a covered parameter look freed, so that a touch is noticed; not inside a run.gathered context."""

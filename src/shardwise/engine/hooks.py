@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.gathering import Entry
+from shardwise.engine.lookups import is_lookup
 from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import BeginLoading, CastInputs, EndLoading, Hook, Method, ZeroGrad
 from shardwise.partition import Unit
@@ -22,6 +23,11 @@ from shardwise.partition import Unit
 class _Enter(Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if self._runtime is None else self._runtime.enter(self._entries, (args, kwargs))
+
+
+class _EnterLookup(Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self._runtime is None else self._runtime.enter(self._entries, (args, kwargs), is_lookup=True)
 
 
 class _EnterModel(Hook):
@@ -33,14 +39,6 @@ class _Leave(Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._runtime is not None:
             self._runtime.leave(self._entries, output)
-
-
-class _LeaveLookup(Hook):
-    """For a plain `nn.Embedding`: its backward does not read the table, so the Unit is not gathered again."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._runtime is not None:
-            self._runtime.leave(self._entries, output, reads_params_in_backward=False)
 
 
 _UNCOMPILED = ("comm", "engine", "observe", "optim", "partition", "schedule", "ticket", "tiers")
@@ -56,7 +54,7 @@ def _hide_from_compiler() -> None:
 
     for room in _UNCOMPILED:
         trace_rules.add(f"shardwise.{room}")
-    for hook in (_Enter, _EnterModel, _Leave, _LeaveLookup, CastInputs):
+    for hook in (_Enter, _EnterLookup, _EnterModel, _Leave, CastInputs):
         hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
 
 
@@ -65,11 +63,10 @@ def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: S
     _hide_from_compiler()
     entries = _entries(model, units)
     for module, its_entries in entries.items():
-        enter = _EnterModel(runtime, its_entries) if module is model else _Enter(runtime, its_entries)
-        leave = _LeaveLookup(runtime, its_entries) if _is_lookup(module) else _Leave(runtime, its_entries)
+        kind = _EnterModel if module is model else _EnterLookup if is_lookup(module) else _Enter
         if its_entries or module is model:
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(leave, always_call=True)
+            module.register_forward_pre_hook(kind(runtime, its_entries), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_Leave(runtime, its_entries), always_call=True)
         module.register_load_state_dict_pre_hook(BeginLoading(runtime))
         module.register_load_state_dict_post_hook(EndLoading(runtime))
     dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}
@@ -80,10 +77,6 @@ def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: S
         owner = model.get_submodule(owner_path)
         setattr(owner, name, Method(owner, getattr(owner, name), runtime, entries.get(owner, ())))
     model.zero_grad = ZeroGrad(model, runtime)  # type: ignore[method-assign]
-
-
-def _is_lookup(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:

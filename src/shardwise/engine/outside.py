@@ -66,7 +66,7 @@ class Outside:
                     runtime.gathering.gather(unit)
                 runtime.gathering.use(unit).scopes += 1
                 done.append(unit)
-                unit.uncover()
+                runtime.gathering.uncover(unit)
             yield
         finally:
             for unit in done:
@@ -90,7 +90,7 @@ class Outside:
                 runtime.gathering.use(unit).scopes += 1
                 runtime.gathering.use(unit).num_contexts += 1
                 done.append(unit)
-                unit.uncover()
+                runtime.gathering.uncover(unit)
             with runtime.saved.keeping():
                 yield
         finally:
@@ -250,7 +250,7 @@ class Outside:
         runtime.transport.fence()  # every rank has stored its part
         runtime.gathering.use(unit).scopes += 1
         runtime.gathering.gather(unit)
-        unit.uncover()
+        runtime.gathering.uncover(unit)
 
     def _close_window(self, unit: Unit) -> None:
         runtime = self._runtime

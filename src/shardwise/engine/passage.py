@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.engine.nested import map_tensors, tensors_in
+from shardwise.engine.saved import SavedPlaces
 from shardwise.partition import ShardedParameter, Unit
 
 
@@ -85,16 +86,24 @@ def _put_last(tensor: torch.Tensor, method: Any) -> None:
 class Frame:
     """One forward call that is running now."""
 
-    __slots__ = ("entries", "hooks", "is_pinning", "is_root", "opened", "passage", "units")
+    __slots__ = ("entries", "hooks", "is_lookup", "is_pinning", "is_root", "opened", "passage", "units")
 
-    def __init__(self, entries: object, passage: Passage | None, *, is_root: bool = False) -> None:
+    def __init__(self, entries: object, passage: Passage | None, *, is_root: bool = False, is_lookup: bool = False) -> None:
         self.entries = entries  # what the module opens; `leave` recognises its own call by it
         self.passage = passage
         self.is_root = is_root  # whether it is the model's own forward
+        self.is_lookup = is_lookup  # whether its backward does not read the parameter: see `lookups.py`
         self.hooks: contextlib.AbstractContextManager[Any] | None = None  # saved-tensor hooks that this call installed
         self.is_pinning = False  # saved-tensor hooks are not allowed here: Units stay gathered until the next step
         self.opened: list[Unit] = []  # every Unit whose `scopes` this call has incremented
         self.units: list[Unit] = []  # Units that are released when the backward of this call has ended
+
+    def keep_places(self, saved: SavedPlaces) -> None:
+        """Have autograd save Places until `stop_keeping_places`, or keep Units gathered if that is not possible here."""
+        try:
+            self.hooks = saved.begin()
+        except LookupError:
+            self.is_pinning = True
 
     def stop_keeping_places(self) -> None:
         """Remove the saved-tensor hooks that this call installed, if any."""

@@ -5,13 +5,17 @@ Made by `Gradients`, called by the transport with ranges of a Unit's flat vector
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.partition import Unit
+from shardwise.native import library
+from shardwise.partition import Layout, Unit
 from shardwise.ticket import Ticket
+
+_SMALL_NUMEL = 1 << 15  # from this size on torch copies with several threads, and the cost of a call does not matter
 
 
 class LocalGrad:
@@ -22,6 +26,8 @@ class LocalGrad:
         self._layout = unit.layout
         self._grads = grads
         self._versions = versions
+        self._addresses: ctypes.Array[ctypes.c_void_p] | None = None
+        self._is_native = _is_made_of_small(unit.layout) and library() is not None
 
     @property
     def num_bytes(self) -> int:
@@ -40,6 +46,8 @@ class LocalGrad:
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
         """Copy a range to `out`; it may span several parameters and padding."""
+        if self._is_native and self._copy(start, out):
+            return
         for slot, at, run_start, numel in self._layout.cover(start, start + out.numel()):
             part = out[run_start : run_start + numel]
             grad = None if slot is None else self._grads.get(slot)
@@ -47,6 +55,23 @@ class LocalGrad:
                 part.zero_()
             else:
                 _read_flat(grad, self._layout.slots[slot].stride, at, part)
+
+    def _copy(self, start: int, out: torch.Tensor) -> bool:
+        """Copy a range in one native call; False if a gradient has another dtype or stride than the vector needs."""
+        if self._addresses is None:
+            slots = self._layout.slots
+            for slot, grad in self._grads.items():
+                if grad.dtype != out.dtype or grad.stride() != slots[slot].stride or grad.device != out.device or grad.is_neg():
+                    self._is_native = False
+                    return False
+            self._addresses = (ctypes.c_void_p * len(slots))()
+            for slot, grad in self._grads.items():
+                self._addresses[slot] = grad.data_ptr()
+        native = library()
+        assert native is not None
+        table = self._layout.table
+        native.sw_read_flat(self._addresses, table, len(self._addresses), out.element_size(), start, out.numel(), out.data_ptr())
+        return True
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
         """A range without a copy, if it lies inside one gradient with the strides of its parameter; else None."""
@@ -108,6 +133,11 @@ class GradShard:
                     target[at : at + numel].add_(total[at : at + numel])
                 else:
                     target[at : at + numel].copy_(total[at : at + numel])
+
+
+def _is_made_of_small(layout: Layout) -> bool:
+    """Whether parameters are so small that copying them one by one would cost more than the copies."""
+    return layout.numel < _SMALL_NUMEL * len(layout.slots)
 
 
 def _read_flat(grad: torch.Tensor, stride: tuple[int, ...], at: int, out: torch.Tensor) -> None:

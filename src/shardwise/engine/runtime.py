@@ -21,6 +21,7 @@ from shardwise.engine.arrivals import Arrivals, EndOfBackward, is_expected, is_i
 from shardwise.engine.changes import Changes
 from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
+from shardwise.engine.lookups import Lookups
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.norms import Norms
@@ -72,7 +73,8 @@ class Runtime:
         self.changes = Changes(self.gathering, world, transport, offload)
         self.outside = Outside(self)
         self._buffers = buffers
-        self._arrivals = Arrivals(units, self)
+        self._lookups = Lookups(units, self.gathering.uses)
+        self._arrivals = Arrivals(units, self, self._lookups.tables)
         self._thaw = thaw
         self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
         self._keeps_places = stage.params is Held.SHARD
@@ -88,7 +90,7 @@ class Runtime:
     # -- forward ----------------------------------------------------------------------------------------------
 
     @timed_hook
-    def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False) -> Any:
+    def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False, is_lookup: bool = False) -> Any:
         """Gather a module's Units before its forward. Returns the inputs to use instead of the given ones, or None."""
         if self._frames and not is_root and self.gathering.are_open(entries):
             frame = Frame(entries, None)
@@ -100,7 +102,8 @@ class Runtime:
             self.start_afresh()  # the last backward, load or forward raised
         if not self._frames and not self.in_backward and not is_inside_autograd():
             self._begin_forward(is_root=is_root)
-        frame = Frame(entries, Passage(self) if self._keeps_places and torch.is_grad_enabled() else None, is_root=is_root)
+        passage = Passage(self) if self._keeps_places and torch.is_grad_enabled() else None
+        frame = Frame(entries, passage, is_root=is_root, is_lookup=is_lookup)
         self._frames.append(frame)
         for unit, slots in entries:
             self._open(unit, slots, frame)
@@ -119,10 +122,7 @@ class Runtime:
     def _keep_places(self, frame: Frame) -> None:
         """Until the call ends, have autograd save Places instead of views of parameters that will be freed."""
         if self._keeps_places and torch.is_grad_enabled():
-            try:
-                frame.hooks = self.saved.begin()
-            except LookupError:
-                frame.is_pinning = True
+            frame.keep_places(self.saved)
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         use = self.gathering.use(unit)
@@ -133,12 +133,12 @@ class Runtime:
             return  # the modules below that hold the parameter gather it; this call only keeps it from being freed
         if not unit.is_gathered:
             self.gathering.gather(unit)
-        unit.uncover()
+        self.gathering.uncover(unit)
         if not is_nested:
             frame.units.append(unit)
 
     @timed_hook
-    def leave(self, entries: Sequence[Entry], output: Any, *, reads_params_in_backward: bool = True) -> None:
+    def leave(self, entries: Sequence[Entry], output: Any) -> None:
         """After a module's forward: watch for its backward, then free the Units that nothing else needs."""
         if not self._frames or self._frames[-1].entries is not entries:
             return  # `enter` raised for this call, and torch calls the forward hook anyway (always_call=True)
@@ -147,10 +147,12 @@ class Runtime:
         if frame.is_root and torch.is_grad_enabled():
             for tensor in tensors_in(output):  # ranks whose loss reaches no trainable parameter must take part in backward too
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._announced)
+                    tensor.register_hook(self.begin_backward)
         if not frame.opened:
             return
-        if frame.passage is not None and reads_params_in_backward:
+        if frame.is_lookup:  # its backward does not read the table, so that nothing has to be gathered for it
+            self._lookups.watch(frame.units, output)
+        elif frame.passage is not None:
             frame.passage.guard(output, frame.units)
         is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
         for unit in frame.opened:
@@ -180,15 +182,12 @@ class Runtime:
             elif not unit.is_gathered:  # freed at the end of this backward
                 self.begin_backward()
                 self.gathering.gather(unit)
-                unit.uncover()
+                self.gathering.uncover(unit)
         return True
 
     # -- backward ---------------------------------------------------------------------------------------------
 
-    def _announced(self, _: torch.Tensor) -> None:
-        self.begin_backward()
-
-    def begin_backward(self) -> None:
+    def begin_backward(self, _: torch.Tensor | None = None) -> None:
         """Note, once per backward, that a backward runs, and have autograd call `after_backward` at its end."""
         if self.in_backward and self._end_of_backward is not None and self._end_of_backward() is None:
             self.start_afresh()  # the last backward raised: autograd has dropped the callback that would have ended it
@@ -256,10 +255,9 @@ class Runtime:
     def after_backward(self) -> None:
         """After a backward: reduce the remaining gradients and free all Units that nothing else needs."""
         with outside_transforms():
-            self._after_backward()
+            self._end_backward(self.events.now())
 
-    def _after_backward(self) -> None:
-        begin = self.events.now()
+    def _end_backward(self, begin: float) -> None:
         if self.gathering.runner is not None:
             self.gathering.runner.end_backward()
         self._arrivals.take_strays()
@@ -301,6 +299,7 @@ class Runtime:
         was_in_backward, self.in_backward = self.in_backward, False
         self.gathering.settle()
         if was_in_backward:
+            self._lookups.begin_afresh()
             self.gradients.abandon()
         self._is_scaled = False
         self.outside.end_interrupted_load()
@@ -368,6 +367,7 @@ class Runtime:
         self.transport.watch.step = self.num_steps
         self._publish()
         self.changes.show_new_values()
+        self._lookups.begin_afresh()
         self.events.emit("step")
 
     def _publish(self) -> None:

@@ -60,6 +60,8 @@ class Blueprint:
     """Whether masters are offloaded, in memory of their own."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use."""
+    adds_in_place: bool = False
+    """Whether all but one of those modules only look rows up, so that their gradients are added in place."""
 
     @property
     def span(self) -> Span:

@@ -7,6 +7,7 @@ shard is equally long and, when large, a whole number of direct-I/O blocks. Rank
 from __future__ import annotations
 
 import bisect
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -104,6 +105,11 @@ class Layout:
     def slot_at(self, element: int) -> int:
         """The slot that holds an element of the flat vector (padding belongs to the slot before it)."""
         return max(bisect.bisect_right(self._offsets, element) - 1, 0)
+
+    @functools.cached_property
+    def table(self) -> ctypes.Array[ctypes.c_int64]:
+        """(offset, length) of every slot, for native code."""
+        return (ctypes.c_int64 * (2 * len(self.slots)))(*(number for slot in self.slots for number in (slot.offset, slot.numel)))
 
     @functools.cached_property
     def _offsets(self) -> list[int]:

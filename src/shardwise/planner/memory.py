@@ -30,6 +30,8 @@ class UnitSize:
     """Gathering needs no memory: the full vector is an overlay of the ranks' shards."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use: autograd holds its gradients while it adds them."""
+    adds_in_place: bool = False
+    """The parts of that parameter's gradient are added in place, into the part that comes first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +72,9 @@ def plan_memory(
 
     Parameters are full below stage 3. Masters need memory only where they are separate from the stored parameters. Gradients
     are the reduced span plus the local gradients that are not reduced yet: all of them below stage 2, a few buckets from there
-    on. Two more are counted for a parameter that several modules use: autograd keeps both parts while it forms their sum. What is
-    `offloaded` ('params', 'grads', 'optimizer') needs only buffers. `accumulates`: local gradients are summed over several
-    backwards, so all of them are kept.
+    on. Two more are counted for a parameter that several modules use: autograd keeps both parts while it forms their sum. If
+    they are added in place, the first part is alive for the whole backward. What is `offloaded` ('params', 'grads', 'optimizer')
+    needs only buffers. `accumulates`: local gradients are summed over several backwards, so all of them are kept.
     """
     row = STAGES[stage]
     trainable = [u for u in units if u.is_trainable]
@@ -85,8 +87,7 @@ def plan_memory(
         param += sum(u.shard_numel * u.stored_itemsize for u in units if u.stored_itemsize != u.compute_itemsize)
         gathered = 0
     master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, span[id(u)]))
-    on_the_way = _local_grads(trainable, reductions_in_flight if row.grads is Held.SHARD and not accumulates else None)
-    on_the_way += 2 * max((u.shared_numel * u.compute_itemsize for u in trainable), default=0)
+    on_the_way = _grads_on_the_way(trainable, reductions_in_flight if row.grads is Held.SHARD and not accumulates else None)
     spans = [span[id(u)] * u.master_itemsize for u in trainable]
     passing = _passing_bytes(spans, bool(master), num_moments, offloaded, step_bytes)
     return MemoryPlan(
@@ -105,6 +106,19 @@ def _has_own_master(unit: UnitSize, span_numel: int) -> bool:
         is_computed=unit.stored_itemsize == unit.compute_itemsize,
         updates_shard=span_numel == unit.shard_numel,
     )
+
+
+def _grads_on_the_way(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
+    """Bytes of the local gradients in memory at once, with those of parameters that several modules use."""
+    local = _local_grads(trainable, num_buckets)
+    totals = [local]
+    for unit in [u for u in trainable if u.shared_numel]:
+        num_bytes = unit.shared_numel * unit.compute_itemsize
+        if not unit.adds_in_place:
+            totals.append(local + 2 * num_bytes)
+        elif num_buckets is not None:
+            totals.append(_local_grads([u for u in trainable if u is not unit], num_buckets) + num_bytes)
+    return max(totals)
 
 
 def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:

@@ -39,6 +39,7 @@ def predict_memory(
             is_trainable=unit.is_trainable,
             gathers_in_place=overlaid is not None and overlaid[number],
             shared_numel=unit.shared_numel,
+            adds_in_place=unit.adds_in_place,
         )
         for number, unit in enumerate(blueprints)
     ]
