@@ -32,7 +32,7 @@ def main() -> None:
     file = os.memfd_create("overlay-benchmark")
     os.posix_fallocate(file, 0, NUM_BYTES)
     shards = torch.frombuffer(mmap.mmap(file, NUM_BYTES), dtype=torch.float32).normal_()
-    overlaid = OverlaidBuffer([(file, 0), (file, NUM_BYTES // 2)], NUM_BYTES // 2, torch.float32)
+    overlaid = OverlaidBuffer([(file, 0), (file, NUM_BYTES // 2)], NUM_BYTES // 2, torch.float32, NUM_BYTES // 4)
     private = make_full_buffer(shards.numel(), torch.float32, torch.device("cpu"))
     assert torch.equal(overlaid.tensor, shards)
     x = torch.randn(128, 768)

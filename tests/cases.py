@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm import transports
+from shardwise.comm import shared, transports
 from shardwise.testing import ParityReport, compare_with_plain
 from shardwise.testing.models import GPT, Branchy, ConvNet, FrozenBase, GPTConfig, LSTMModel, UnevenMLP
 
@@ -150,8 +150,15 @@ def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any
         opts = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, plain)]
     if isinstance(options.get("precision"), str):  # the reference computes in fp32, whatever this CPU is good at
         options["precision"] = dataclasses.replace(sw.Precision.of(options["precision"]), compute=torch.float32)
-    run = sw.shard(model, opts[0], **options)
-    return run, model, opts[0], plain, opts[1]
+    return sharded(model, opts[0], **options), model, opts[0], plain, opts[1]
+
+
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> sw.Run:
+    """`sw.shard`, and one more transport: "copied" is shared memory where gathers copy, as without the kernel's page records."""
+    if options.get("transport") != "copied":
+        return sw.shard(model, optimizer, **options)
+    with Patched(shared, "can_tell_own_pages", lambda: False):
+        return sw.shard(model, optimizer, **{**options, "transport": "shared"})
 
 
 def _grouped(model: nn.Module) -> torch.optim.Optimizer:

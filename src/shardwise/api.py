@@ -296,8 +296,8 @@ class Run:
     @contextlib.contextmanager
     def measuring_activations(self) -> Iterator[None]:
         """Count what autograd keeps for backward inside the context; the report shows it."""
-        pointers = {unit.full.untyped_storage().data_ptr() for unit in self._runtime.units}
-        with saved_activation_bytes(pointers.__contains__) as count:
+        units = self._runtime.units
+        with saved_activation_bytes(lambda address: any(unit.has_address(address) for unit in units)) as count:
             yield
         self._activation_bytes = max(self._activation_bytes, count())
         self.ledger.set(device_tier(self._runtime.world.device), Kind.ACTIVATION, self._activation_bytes)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from cases import rank
+from cases import rank, sharded
 from shardwise.testing import RankPool, compare_with_plain
 
 Options = dict[str, Any]
@@ -21,6 +21,7 @@ BF = {"precision": sw.Precision(param=torch.bfloat16, compute=torch.float32)}
 EVERYWHERE: list[tuple[int, Options]] = [
     (1, {}),
     (3, {"transport": "shared"}),
+    (3, {"transport": "copied"}),
     (3, {"transport": "pairwise"}),
     (3, BF),
 ]
@@ -35,7 +36,7 @@ def both(stage: int, options: Options, build: Callable[[], nn.Module] = small) -
     model = build()
     plain = copy.deepcopy(model)
     opts = [torch.optim.SGD(m.parameters(), lr=0.25) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=stage, units=nn.Linear, timeout_s=20.0, **options)
+    run = sharded(model, opts[0], stage=stage, units=nn.Linear, timeout_s=20.0, **options)
     return run, model, opts[0], plain, opts[1]
 
 
@@ -80,7 +81,7 @@ def returned_views(stage: int, options: Options) -> Any:
     model = Positions()
     plain = copy.deepcopy(model)
     opts = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=stage, units=(Shown, nn.Linear), **options)
+    run = sharded(model, opts[0], stage=stage, units=(Shown, nn.Linear), **options)
     loss = lambda m, k: m(torch.full((3, 6), 0.1 * k + rank()))  # noqa: E731
     report = compare_with_plain(run, model, opts[0], plain, opts[1], loss, steps=4)
     run.close()
@@ -140,14 +141,14 @@ def scribbled(options: Options) -> str:
     return found
 
 
-@pytest.mark.parametrize("options", [{"transport": "shared"}, {"transport": "pairwise"}, BF])
+@pytest.mark.parametrize("options", [{"transport": "copied"}, {"transport": "pairwise"}, BF])
 def test_writes_through_an_alias_after_the_step_are_refused(pool: RankPool, options: Options) -> None:
     for text in pool.run(scribbled, options):
         assert "Write through the parameter itself" in text, text
 
 
-def written_through_kept(stage: int, options: Options, size: int) -> bool:
-    """A kept alias is written between backward and step."""
+def written_through_kept(stage: int, options: Options, size: int, is_after_step: bool = False) -> bool:
+    """A kept alias is written between backward and step, or after the step."""
     run, model, opt, plain, plain_opt = both(stage, options, lambda: small(size))
     reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision)
     kept: dict[int, torch.Tensor] = {}
@@ -158,9 +159,50 @@ def written_through_kept(stage: int, options: Options, size: int) -> bool:
         losses[0].backward()
         reference.backward(losses[1])
         for m in (model, plain):
-            kept[id(m[2])].mul_(0.5)
+            if not is_after_step:
+                kept[id(m[2])].mul_(0.5)
         opt.step()
         opt.zero_grad()
+        reference.step(None)
+        for m in (model, plain):
+            if is_after_step and number < 2:
+                kept[id(m[2])].mul_(0.5)
+    same = all(torch.equal(value, reference.masters[name]) for name, value in run.iter_masters())
+    run.close()
+    return same
+
+
+@pytest.mark.parametrize("size", [6, 192])
+def test_writes_through_an_alias_of_an_overlay_reach_the_parameter_after_the_step_too(pool: RankPool, size: int) -> None:
+    assert pool.run(written_through_kept, 3, {"transport": "shared"}, size, True) == [True, True]
+
+
+@pytest.mark.parametrize("size", [6, 192])
+@pytest.mark.parametrize(("stage", "options"), EVERYWHERE[:4])
+def test_writes_through_a_kept_alias_reach_the_parameter(pool: RankPool, stage: int, options: Options, size: int) -> None:
+    assert pool.run(written_through_kept, stage, options, size) == [True, True]
+
+
+def written_in_closure(stage: int, options: Options, size: int) -> bool:
+    """The optimizer's closure writes through an alias that its forward has kept."""
+    run, model, opt, plain, plain_opt = both(stage, options, lambda: small(size))
+    reference = sw.testing.PlainTrainer(plain, plain_opt, run.config.precision)
+    kept: dict[int, torch.Tensor] = {}
+    for module in (model, plain):
+        module[2].register_forward_hook(lambda mod, _, __: kept.__setitem__(id(mod), mod.weight.data))
+    for number in range(3):
+        batch = torch.full((3, size), 0.1 * number + rank())
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            opt.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            kept[id(model[2])].mul_(0.5)
+            return loss
+
+        opt.step(closure)
+        reference.backward(plain(batch).square().sum())
+        kept[id(plain[2])].mul_(0.5)
         reference.step(None)
     same = all(torch.equal(value, reference.masters[name]) for name, value in run.iter_masters())
     run.close()
@@ -168,9 +210,9 @@ def written_through_kept(stage: int, options: Options, size: int) -> bool:
 
 
 @pytest.mark.parametrize("size", [6, 192])
-@pytest.mark.parametrize(("stage", "options"), EVERYWHERE[:3])
-def test_writes_through_a_kept_alias_reach_the_parameter(pool: RankPool, stage: int, options: Options, size: int) -> None:
-    assert pool.run(written_through_kept, stage, options, size) == [True, True]
+@pytest.mark.parametrize(("stage", "options"), EVERYWHERE[:4])
+def test_writes_of_a_closure_reach_the_parameter(pool: RankPool, stage: int, options: Options, size: int) -> None:
+    assert pool.run(written_in_closure, stage, options, size) == [True, True]
 
 
 def below_python(stage: int, options: Options) -> bool:
@@ -392,7 +434,7 @@ class Counting(nn.Module):
 def data_dependent_buffers(transport: str) -> list[list[float]]:
     model = Counting()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=3, transport=transport)
+    run = sharded(model, opt, stage=3, transport=transport)
     for number in range(3):
         first = model(torch.ones(1, 4), rank())
         (first + model(torch.ones(1, 4), rank())).backward()

@@ -88,7 +88,7 @@ def test_a_buffer_knows_which_pages_are_its_own() -> None:
     for number, file in enumerate(files):
         os.truncate(file, length + page)
         os.pwrite(file, bytes([number + 1]) * (length + page), 0)
-    buffer = OverlaidBuffer([(files[0], 0), (files[1], page)], length, torch.uint8)
+    buffer = OverlaidBuffer([(files[0], 0), (files[1], page)], length, torch.uint8, 2 * length)
     assert buffer.num_bytes == 0
     assert buffer.tensor[:length].eq(1).all() and buffer.tensor[length:].eq(2).all()
     assert buffer.is_untouched(), "reading makes no page its own"

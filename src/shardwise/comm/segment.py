@@ -117,9 +117,9 @@ class SharedSegments:
         """64-bit counters of rank `rank`'s segment from byte `start` on."""
         return memoryview(self._maps[rank])[start : start + 8 * count].cast("q")
 
-    def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> FullBuffer:
-        """Map the (rank, start) ranges, `length` bytes each, one after the other as one vector; nothing is copied."""
-        return OverlaidBuffer([(self._by_rank[rank], start) for rank, start in ranges], length, dtype)
+    def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype, numel: int) -> FullBuffer:
+        """Map the (rank, start) ranges, `length` bytes each, one after the other as one vector of `numel` elements."""
+        return OverlaidBuffer([(self._by_rank[rank], start) for rank, start in ranges], length, dtype, numel)
 
 
 def _close_all(files: list[int]) -> None:

@@ -35,7 +35,7 @@ from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
 from shardwise.ticket import Done, Lane, Ticket
-from shardwise.tiers import FullBuffer
+from shardwise.tiers import FullBuffer, can_tell_own_pages
 
 MAX_OVERLAYS = 16_384
 """Most mappings used for overlays. Linux allows a process 65,530 mappings by default."""
@@ -49,19 +49,25 @@ class HostShards:
         self._host = host
         self._segments: SharedSegments | None = None
         self._shards: dict[int, list[torch.Tensor]] = {}
-        self._starts: dict[int, int] = {}
+        self._places: dict[int, list[tuple[int, int]]] = {}  # (segment, start in bytes) of every rank's vector
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Allocate one segment per rank; every rank maps all of them."""
-        at = 0
-        for entry in reservations:
-            self._starts[entry.tag] = at
-            at += -(-entry.memory_numel * entry.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-        self._segments = SharedSegments(self._host, at, keeps_files=True)
+        ranks = range(self._host.world_size)
+        ends = [0 for _ in ranks]  # bytes of each segment that are taken
+        for entry in sorted(reservations, key=self._is_joint):
+            num_bytes = entry.memory_numel * entry.dtype.itemsize
+            if self._is_joint(entry):  # side by side in one segment
+                segment = min(ranks, key=ends.__getitem__)
+                self._places[entry.tag] = [(segment, ends[segment] + rank * num_bytes) for rank in ranks]
+                ends[segment] += _whole_pages(len(ranks) * num_bytes)
+            else:  # each rank's in its own segment, at the same place
+                self._places[entry.tag] = [(rank, ends[rank]) for rank in ranks]
+                ends = [end + _whole_pages(num_bytes) for end in ends]
+        self._segments = SharedSegments(self._host, max(ends), keeps_files=True)
         memory = []
         for entry in reservations:
-            start = self._starts[entry.tag]
-            vectors = [self._segments.view(r, start, entry.memory_numel, entry.dtype) for r in range(self._host.world_size)]
+            vectors = [self._segments.view(*place, entry.memory_numel, entry.dtype) for place in self._places[entry.tag]]
             memory.append(vectors[self._host.rank])
             self._shards[entry.tag] = [
                 own_slice(self._world, vector, rank) if entry.is_full else vector
@@ -69,16 +75,25 @@ class HostShards:
             ]
         return memory
 
+    def _is_joint(self, entry: Reservation) -> bool:
+        """Whether to put the ranks' shards side by side: they are not whole pages, but all together can be mapped as one."""
+        is_whole = entry.memory_numel * entry.dtype.itemsize % PAGE_BYTES == 0
+        return not entry.is_full and not is_whole and self._host.world_size == self._world.world_size
+
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
-        """Map all ranks' shards of one Unit as one vector; None if they are not whole pages or not all on this host."""
+        """Map all ranks' shards of one Unit as one vector; None if they are not all on this host."""
         assert self._segments is not None
         length = memory.numel() * memory.element_size()
-        is_too_many = len(self._starts) * self._host.world_size > MAX_OVERLAYS
-        if is_too_many or length == 0 or length % PAGE_BYTES or self._host.world_size < self._world.world_size:
+        is_too_many = len(self._places) * self._host.world_size > MAX_OVERLAYS
+        if is_too_many or length == 0 or self._host.world_size < self._world.world_size:
             return None
-        ranges = [(rank, self._starts[tag]) for rank in range(self._host.world_size)]
+        if not can_tell_own_pages():  # writes by user code would go unnoticed
+            return None
+        places = self._places[tag]
+        if length % PAGE_BYTES:
+            places, length = places[:1], _whole_pages(length * len(places))
         try:
-            return self._segments.overlay(ranges, length, memory.dtype)
+            return self._segments.overlay(places, length, memory.dtype, memory.numel() * self._host.world_size)
         except OSError:  # no mappings are left: only this rank copies instead
             return None
 
@@ -93,6 +108,10 @@ class HostShards:
             place, shard = own_slice(self._world, full, rank), self._shards[tag][local]
             if place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SharedTransport(Transport):

@@ -84,7 +84,7 @@ class Changes:
 
     def require_alike(self, units: Sequence[Unit]) -> None:
         """Raise if ranks have not all made the same changes."""
-        found = self.agree_on([checksum(unit.full) if unit.is_gathered else -1 for unit in units])
+        found = self.agree_on([checksum(unit.full) if unit.is_gathered or unit.is_overlaid else -1 for unit in units])
         for unit, (low, high) in zip(units, found, strict=True):
             if low != high:
                 self._forget(units)

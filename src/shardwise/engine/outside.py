@@ -156,13 +156,13 @@ class Outside:
                 result = function()
             if not keeps_places:  # inside a torch.func transform: the graph holds views instead of Places
                 for unit in units:
-                    runtime.gathering.use(unit).is_pinned = True
+                    runtime.gathering.use(unit).is_pinned |= not unit.is_overlaid
             result = without_views(result, touched, name)
             written = [
                 unit
                 for unit, (version, mark) in zip(units, before, strict=True)
                 if unit not in was_open
-                and (unit.full._version != version or unit.may_be_written() or (looks and checksum(unit.full) != mark))
+                and (_is_changed(unit, mark) if looks else unit.full._version != version or unit.may_be_written())
             ]
             if written:
                 for unit in written:
@@ -262,6 +262,14 @@ class Outside:
         runtime.transport.fence()
         runtime.gathering.use(unit).scopes -= 1
         runtime.gathering.free(unit)
+
+
+def _is_changed(unit: Unit, mark: int) -> bool:
+    """Whether a collective has changed values: a broadcast writes on some ranks only, and to all of them the same values."""
+    if checksum(unit.full) != mark:
+        return True
+    unit.drop_own_pages()
+    return False
 
 
 def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:

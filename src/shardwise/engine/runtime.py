@@ -77,7 +77,7 @@ class Runtime:
         self._arrivals = Arrivals(units, self, self._lookups.tables)
         self._thaw = thaw
         self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
-        self._keeps_places = stage.params is Held.SHARD
+        self._keeps_places = stage.params is Held.SHARD and not all(unit.is_overlaid for unit in units)
         self._frames: list[Frame] = []
         self.in_backward = False
         self._end_of_backward: weakref.ref[EndOfBackward] | None = None
@@ -134,7 +134,7 @@ class Runtime:
         if not unit.is_gathered:
             self.gathering.gather(unit)
         self.gathering.uncover(unit)
-        if not is_nested:
+        if not is_nested and not unit.is_overlaid:
             frame.units.append(unit)
 
     @timed_hook
@@ -151,16 +151,16 @@ class Runtime:
         if not frame.opened:
             return
         if frame.is_lookup:  # its backward does not read the table, so that nothing has to be gathered for it
-            self._lookups.watch(frame.units, output)
+            self._lookups.watch(frame.opened, output)
         elif frame.passage is not None:
             frame.passage.guard(output, frame.units)
         is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
         for unit in frame.opened:
             use = self.gathering.use(unit)
             use.scopes -= 1
-            use.is_pinned |= frame.is_pinning  # the graph holds views instead of Places
+            use.is_pinned |= frame.is_pinning and not unit.is_overlaid  # the graph holds views instead of Places
             self.gathering.cover(unit)
-            if not is_recomputing:
+            if not is_recomputing or unit.is_overlaid:
                 self.gathering.free(unit)
         if self.gathering.runner is not None and not self._frames and not torch.is_grad_enabled() and not is_recomputing:
             self.gathering.runner.stop()  # no backward will follow
@@ -176,7 +176,7 @@ class Runtime:
                 raise LifecycleError(f"Unit {unit.name!r} was touched while it is being gathered: a broken invariant.")
             if self._frames:
                 frame = self._frames[-1]
-                if frame.passage is None and torch.is_grad_enabled():
+                if frame.passage is None and torch.is_grad_enabled() and not unit.is_overlaid:
                     frame.passage = Passage(self)
                 self._open(unit, range(len(unit.params)), frame)
             elif not unit.is_gathered:  # freed at the end of this backward
@@ -350,8 +350,9 @@ class Runtime:
         self.gradients.clear(slots, set_to_none=set_to_none)
 
     def after_closure(self) -> None:
-        """After the optimizer's closure: no rank updates before all ranks have ended the closure's forward passes."""
+        """After the optimizer's closure: store what it has changed; no rank updates before all have ended its forward passes."""
         self.gathering.settle()
+        self.changes.absorb()
         self._fence()
 
     def _fence(self) -> None:

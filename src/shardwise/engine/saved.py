@@ -166,7 +166,7 @@ class _Pack:
                     address = tensor.data_ptr()
         places = self.places
         unit = places.unit_at(address) if places.low <= address < places.high else None
-        if unit is not None:
+        if unit is not None and not unit.is_overlaid:
             with torch._C.DisableTorchFunctionSubclass():
                 return places.place(unit, tensor, address)
         if self._outer is not None:

@@ -288,6 +288,7 @@ class Unit:
     def expose(self) -> None:
         """The full vector is filled: point the module's parameters at it."""
         check_move(self.name, self.state, UnitState.GATHERED)
+        is_shown = self._views is not None and self.is_overlaid  # since the first time
         if self._views is None:
             full = self.full
             base = full.storage_offset()
@@ -299,7 +300,8 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
                 param.__class__ = gathered
-                set_data(param, view)
+                if not is_shown:
+                    set_data(param, view)
         self.state = UnitState.GATHERED
         self.writes.note()
 
@@ -311,17 +313,22 @@ class Unit:
         self.expose()
 
     def free(self) -> None:
-        """Turn parameters into placeholders and release the full vector's memory, unless user code holds views of it."""
+        """Turn parameters into placeholders and release the full vector's memory, unless user code holds views of it.
+
+        An overlay costs nothing and always shows the shards, so its parameters only change their class: user code's touches are
+        noticed, and backward reads them as they are.
+        """
         check_move(self.name, self.state, UnitState.SHARDED)
-        is_untouched = self.writes.is_untouched
+        is_untouched, is_overlaid = self.writes.is_untouched, self.is_overlaid
         set_data = DATA.__set__
         with torch._C.DisableTorchFunctionSubclass():
             for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
-                set_data(param, blank)
+                if not is_overlaid:
+                    set_data(param, blank)
                 param.__class__ = freed
         self.state = UnitState.SHARDED
         is_shared = self.is_shared
-        self.keeps_memory = is_shared and not self.is_overlaid  # an overlay still shows the shards
+        self.keeps_memory = is_shared and not is_overlaid
         self.writes.begin_freed(keeps_memory=self.keeps_memory, is_shared=is_shared)
         if not self.keeps_memory and not is_untouched:  # else an overlay has no pages to release
             self._discard()
@@ -356,7 +363,7 @@ class Unit:
     @property
     def is_shared(self) -> bool:
         """Whether anything but the Unit and its parameters uses the full vector's memory."""
-        return self.writes.is_shared(is_gathered=self.state is UnitState.GATHERED)
+        return self.writes.is_shared(is_shown=self.state is UnitState.GATHERED or self.is_overlaid)
 
     @property
     def was_written_while_freed(self) -> bool:

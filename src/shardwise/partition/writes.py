@@ -54,12 +54,12 @@ class Writes:
         """Whether user code still holds a `.data` that shows a parameter's place in the full vector."""
         return any(alias.data_ptr() == self._addresses[slot] for alias in self._aliases.get(slot, ()))
 
-    def is_shared(self, *, is_gathered: bool) -> bool:
-        """Whether anything else uses the full vector's memory: a view that a module returned, `.data`, an array."""
+    def is_shared(self, *, is_shown: bool) -> bool:
+        """Whether anything but the Unit and (`is_shown`) its parameters uses the memory: a returned view, `.data`, an array."""
         if not self._views or _num_uses is None:
             return any(len(aliases) > 0 for aliases in self._aliases.values())
         for view, base in zip(self._views, self._base_uses, strict=True):
-            if _num_uses(view.untyped_storage()._cdata) > base + is_gathered:  # gathered parameters hold it too
+            if _num_uses(view.untyped_storage()._cdata) > base + is_shown:
                 return True
         return False
 
@@ -67,7 +67,7 @@ class Writes:
         """Record that the shards hold the gathered values as they are now."""
         self.is_untouched = False
         self._has_alias = self._is_always_full and any(len(aliases) > 0 for aliases in self._aliases.values())
-        is_watched = not self._is_always_full and not isinstance(self._full, OverlaidBuffer) and self.is_shared(is_gathered=True)
+        is_watched = not self._is_always_full and not isinstance(self._full, OverlaidBuffer) and self.is_shared(is_shown=True)
         self._shown = self._mark() if is_watched else None
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in self._params]
@@ -82,7 +82,7 @@ class Writes:
                 return True
             if any(p.data_ptr() != address for p, address in zip(self._params, self._addresses, strict=True)):
                 return True
-        if isinstance(self._full, OverlaidBuffer) and self._full.can_tell:
+        if isinstance(self._full, OverlaidBuffer):
             self.is_untouched = self._full.is_untouched()
             return not self.is_untouched
         return self._has_alias or (self._shown is not None and self._shown != self._mark())

@@ -1,7 +1,7 @@
 """Where do bytes live?
 
 Public names: `Ledger`, `Kind`, `Tier`, `device_tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
-`OverlaidBuffer`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (pages that a freed Unit leaves
+`OverlaidBuffer`, `can_tell_own_pages`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (pages that a freed Unit leaves
 for the next gather); `DiskFile`, `ALIGNMENT`, `aligned_memory` (one rank's file, read and written in the background by the engine
 of `io`); `Shelf`, `HostShelf`, `DiskShelf`, `QUANTUM`, `whole_quanta`, `is_aligned` (offloaded states of one kind of many Units);
 `Mover` (copies between host and device), `Buffer`, `Buffers` (borrowed for every transfer); `Extents` (free ranges); `Heap`
@@ -18,7 +18,14 @@ from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned_memory
 from shardwise.tiers.extents import Extents
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier, device_tier
-from shardwise.tiers.memory import FixedBuffer, FullBuffer, OverlaidBuffer, make_full_buffer, own_storage
+from shardwise.tiers.memory import (
+    FixedBuffer,
+    FullBuffer,
+    OverlaidBuffer,
+    can_tell_own_pages,
+    make_full_buffer,
+    own_storage,
+)
 from shardwise.tiers.mover import Mover
 from shardwise.tiers.pages import SparePages
 from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, is_aligned, whole_quanta
@@ -43,6 +50,7 @@ __all__ = [
     "SparePages",
     "Tier",
     "aligned_memory",
+    "can_tell_own_pages",
     "checksum",
     "device_tier",
     "is_aligned",

@@ -109,11 +109,11 @@ class OverlaidBuffer(FullBuffer):
     shards, and `discard` drops the copy. Pages that were not written always show the current contents of the files (Linux).
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype) -> None:
-        """`ranges` are (file, start in bytes), `length` bytes each, all multiples of a page."""
+    def __init__(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype, numel: int) -> None:
+        """`ranges` are (file, start in bytes), `length` bytes each, all multiples of a page; the vector has `numel` elements."""
         self._length = len(ranges) * length
         self._map = mmap.mmap(-1, self._length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(self._map, dtype=dtype)
+        self.tensor = torch.frombuffer(self._map, dtype=dtype, count=numel)
         self._address = self.tensor.data_ptr()
         for number, (file, start) in enumerate(ranges):
             map_over(self._address + number * length, length, file, start)
@@ -130,11 +130,6 @@ class OverlaidBuffer(FullBuffer):
         """Drop pages that were written. There rarely are any, and checking costs a tenth of faulting in all pages again."""
         if not self.is_untouched():
             self._map.madvise(mmap.MADV_DONTNEED)
-
-    @property
-    def can_tell(self) -> bool:
-        """Whether the kernel tells which pages are this process's own copies."""
-        return _pagemap(os.getpid()) is not None
 
     def is_untouched(self) -> bool:
         """Whether no page was written. If the kernel does not tell, pages count as written."""
@@ -161,6 +156,11 @@ def _pagemap(pid: int) -> int | None:
         return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+
+
+def can_tell_own_pages() -> bool:
+    """Whether the kernel tells which pages are this process's own copies: if not, writes to an overlay go unnoticed."""
+    return _pagemap(os.getpid()) is not None
 
 
 class FixedBuffer(FullBuffer):
