@@ -1,14 +1,15 @@
 """Receives each parameter's gradient before autograd would accumulate it into `.grad`.
 
-A prehook on every AccumulateGrad node passes the gradient to the runtime: nothing is copied, and `.grad` is never set. Hooks hold
-the runtime by a weak reference, because Python's collector cannot see what autograd's nodes hold.
+A prehook on every AccumulateGrad node keeps the gradient: nothing is copied, and `.grad` is never set. When all of a Unit have
+arrived, the runtime is told. Hooks hold the runtime by a weak reference, because Python's collector cannot see what autograd's
+nodes hold.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,11 +19,22 @@ from shardwise.errors import ModelError
 from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
 
 
+class Arrived(NamedTuple):
+    """The complete gradient of one parameter, and the version that the tensor had when it arrived."""
+
+    slot: int
+    grad: torch.Tensor
+    version: int
+
+
 class ArrivalListener(Protocol):
     """Receives gradients: the runtime."""
 
-    def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
-        """Receive the complete gradient of a parameter."""
+    def begin_backward(self) -> None:
+        """Note that a backward runs. Called for every parameter, because the last backward may have raised."""
+
+    def arrive(self, index: int) -> None:
+        """All gradients of a Unit have arrived; `Arrivals.take` returns them."""
 
 
 class Arrivals:
@@ -35,6 +47,7 @@ class Arrivals:
         # A parameter holds its AccumulateGrad node weakly: without this reference a new node without the hook would replace it.
         self._nodes: dict[tuple[int, int], torch.autograd.graph.Node] = {}
         self._tables = tables
+        self._arrived: list[list[Arrived]] = [[] for _ in units]
         for unit in units:
             for slot, param in enumerate(unit.params):
                 self._listen(unit, slot, param)
@@ -47,8 +60,24 @@ class Arrivals:
             node = torch.autograd.graph.get_gradient_edge(param).node
             if is_frozen:
                 torch.Tensor.requires_grad_(param, False)
-        node.register_prehook(_Arrival(self._listener, unit.index, slot, self._tables.get(unit.index)))
+        table, arrived = self._tables.get(unit.index), self._arrived[unit.index]
+        node.register_prehook(_Arrival(self._listener, unit.index, slot, table, arrived, len(unit.params)))
         self._nodes[unit.index, slot] = node
+
+    def take(self, index: int) -> list[Arrived]:
+        """The gradients of a Unit that have arrived since the last call."""
+        arrived = self._arrived[index][:]
+        self._arrived[index].clear()
+        return arrived
+
+    def rest(self) -> list[int]:
+        """Units of which some gradients, and not all, have arrived."""
+        return [index for index, arrived in enumerate(self._arrived) if arrived]
+
+    def abandon(self) -> None:
+        """Drop the gradients of a backward that raised."""
+        for arrived in self._arrived:
+            arrived.clear()
 
     def take_strays(self) -> None:
         """Receive gradients that autograd accumulated itself: `p.set_()`, for example, gives a parameter a new node."""
@@ -59,44 +88,60 @@ class Arrivals:
                 if grad is not None:
                     set_own_grad(unit.params[slot], None)
                     self._listen(unit, slot, unit.params[slot])
-                    self._listener.arrive(unit.index, slot, grad)
+                    self._arrived[unit.index].append(Arrived(slot, grad, grad._version))
 
 
-def is_expected(unit: Unit, slot: int) -> bool:
-    """Whether to use a gradient: not if its parameter was frozen after the forward. Raises in unsupported cases."""
-    param = unit.params[slot]
+def expected(unit: Unit, arrived: Sequence[Arrived]) -> list[Arrived]:
+    """The gradients to use: not those of parameters that were frozen after the forward. Raises in unsupported cases."""
+    is_trained = REQUIRES_GRAD.__get__
     with torch._C.DisableTorchFunctionSubclass():
-        is_trained, hooks = REQUIRES_GRAD.__get__(param), param._post_accumulate_grad_hooks
-    if not is_trained:  # autograd would drop it too
-        return False
-    if hooks:
+        found = [entry for entry in arrived if is_trained(unit.params[entry.slot])]  # autograd would drop the others too
+        hooked = [entry.slot for entry in found if unit.params[entry.slot]._post_accumulate_grad_hooks]
+    for slot in hooked:
         raise ModelError(
             f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
             "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient "
             "on its way, or run.grad(name) after backward()."
         )
-    if not unit.is_trainable:
+    if found and not unit.is_trainable:
         raise ModelError(
-            f"parameter {unit.layout.slots[slot].name!r} was frozen when the model was sharded and was unfrozen after this "
-            "backward's forward pass had begun. Unfreeze it before the forward pass."
+            f"parameter {unit.layout.slots[found[0].slot].name!r} was frozen when the model was sharded and was unfrozen after "
+            "this backward's forward pass had begun. Unfreeze it before the forward pass."
         )
-    return True
+    return found
 
 
 class _Arrival:
-    """The prehook of one parameter: autograd calls it with the gradient."""
+    """The prehook of one parameter: autograd calls it with the gradient. It runs for every parameter, so it does little."""
 
-    __slots__ = ("_index", "_listener", "_slot", "_table")
+    __slots__ = ("_arrived", "_index", "_listener", "_num_params", "_slot", "_table")
 
-    def __init__(self, listener: ArrivalListener, index: int, slot: int, table: SharedTable | None) -> None:
+    def __init__(
+        self,
+        listener: ArrivalListener,
+        index: int,
+        slot: int,
+        table: SharedTable | None,
+        arrived: list[Arrived],
+        num_params: int,
+    ) -> None:
         self._listener = weakref.ref(listener)
         self._index, self._slot, self._table = index, slot, table
+        self._arrived, self._num_params = arrived, num_params
 
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         listener = self._listener()
         if listener is not None:
-            listener.arrive(self._index, self._slot, grads[0] if self._table is None else self._table.complete(grads))
-        return (None,)
+            listener.begin_backward()
+            grad = grads[0] if self._table is None else self._table.complete(grads)
+            if grad is not None:
+                self._arrived.append(Arrived(self._slot, grad, grad._version))
+                if len(self._arrived) == self._num_params:
+                    listener.arrive(self._index)
+        return _NOTHING
+
+
+_NOTHING = (None,)  # for autograd: there is no gradient to accumulate
 
 
 class EndOfBackward:

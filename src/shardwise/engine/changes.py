@@ -101,6 +101,7 @@ class Changes:
             if unit.is_gathered and not unit.is_always_full and not use.scopes:
                 use.passages.clear()
                 unit.free()
+            unit.drop_own_pages()
 
     def agree_on(self, values: Sequence[int]) -> list[tuple[int, int]]:
         """All-reduce: the smallest and the largest of every value over all ranks."""

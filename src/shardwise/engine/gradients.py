@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.accumulated import Accumulated
+from shardwise.engine.arrivals import Arrived
 from shardwise.engine.grad_home import GradHome
 from shardwise.engine.reduction import GradShard, LocalGrad
 from shardwise.observe import EventLog
@@ -90,22 +91,31 @@ class Gradients:
 
     # -- during backward --------------------------------------------------------------------------------------
 
-    def arrive(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
-        """Receive one parameter's gradient; start the buckets that are complete and next in order."""
-        if self.accumulated.is_open:
-            self.accumulated.add(unit, slot, grad)
-            return
+    def arrive(self, unit: Unit, entries: Sequence[Arrived]) -> None:
+        """Receive gradients of a Unit; start the buckets that are complete and next in order."""
         index = unit.index
-        arrived = self._arrived[index]
-        if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
-            grad = arrived[slot] + grad
-        elif (earlier := self.accumulated.take(index, slot)) is not None:
-            grad = earlier.add_(grad)
-        else:
-            self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
-        arrived[slot] = grad
-        self._versions[index][slot] = grad._version
-        if len(arrived) == len(unit.params) and index not in self._launched:
+        num_bytes = 0
+        for slot, grad, version in entries:
+            if grad.requires_grad:
+                grad = grad.detach()
+            arrived = self._arrived[index]
+            if self.accumulated.is_open:
+                self.accumulated.add(unit, slot, grad)
+                continue
+            if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
+                grad = arrived[slot] + grad
+                version = grad._version
+            elif (earlier := self.accumulated.take(index, slot)) is not None:
+                grad = earlier.add_(grad)
+                version = grad._version
+            else:
+                num_bytes += grad.nbytes
+            arrived[slot] = grad
+            self._versions[index][slot] = version
+        self._ledger.reserve(self._tier, Kind.GRAD, num_bytes)
+        if self.accumulated.is_open:
+            return
+        if len(self._arrived[index]) == len(unit.params) and index not in self._launched:
             self._completed[index] = None
             self._launch_ready()
 

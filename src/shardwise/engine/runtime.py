@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Transport, World
-from shardwise.engine.arrivals import Arrivals, EndOfBackward, is_expected, is_inside_autograd
+from shardwise.engine.arrivals import Arrivals, EndOfBackward, expected, is_inside_autograd
 from shardwise.engine.changes import Changes
 from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
@@ -70,6 +70,8 @@ class Runtime:
         )
         self.gradients = Gradients(units, world, transport, stage, self.events, ledger, offload.grads)
         self.norms = Norms(self.gradients, world, transport, stage, needs_scaling=needs_scaling)
+        self.unscale = self.norms.unscale
+        """Multiply all reduced gradients by a factor; returns whether they are finite on all ranks."""
         self.changes = Changes(self.gathering, world, transport, offload)
         self.outside = Outside(self)
         self._buffers = buffers
@@ -230,20 +232,17 @@ class Runtime:
         return place.view()
 
     @timed_hook
-    def arrive(self, index: int, slot: int, grad: torch.Tensor | None) -> None:
-        """Receive the complete gradient of a parameter from autograd."""
-        end = self._end_of_backward
-        if not self.in_backward or end is None or end() is None:
-            self.begin_backward()
+    def arrive(self, index: int) -> None:
+        """Receive the gradients of a Unit from autograd."""
         unit = self.units[index]
-        if grad is None or not is_expected(unit, slot):
-            return
-        if self.needs_scaling and not self._is_scaled:
+        arrived = expected(unit, self._arrivals.take(index))
+        if arrived and self.needs_scaling and not self._is_scaled:
             raise OptimizerError(
                 "backward() was called on a loss that was not scaled, but this run stores parameters in fp16, where small "
                 "gradients would vanish. Call run.scaler.scale(loss).backward()."
             )
-        self.gradients.arrive(unit, slot, grad.detach() if grad.requires_grad else grad)
+        if arrived:
+            self.gradients.arrive(unit, arrived)
 
     @timed_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
@@ -261,6 +260,8 @@ class Runtime:
         if self.gathering.runner is not None:
             self.gathering.runner.end_backward()
         self._arrivals.take_strays()
+        for index in self._arrivals.rest():
+            self.arrive(index)
         is_scaled, self._is_scaled = self.needs_scaling and self._is_scaled, False
         if self.gradients.accumulated.is_open:  # changes are stored after the next backward that reduces
             self.gradients.accumulated.end_backward(is_scaled=is_scaled)
@@ -300,6 +301,7 @@ class Runtime:
         self.gathering.settle()
         if was_in_backward:
             self._lookups.begin_afresh()
+            self._arrivals.abandon()
             self.gradients.abandon()
         self._is_scaled = False
         self.outside.end_interrupted_load()
@@ -389,10 +391,6 @@ class Runtime:
             self.events.emit("refresh", since=begin)
         for unit, slots in updated.items():
             unit.changed(slots)
-
-    def unscale(self, factor: float) -> bool:
-        """Multiply all reduced gradients by `factor`; return whether they are finite on all ranks."""
-        return self.norms.unscale(factor)
 
     def skip_step(self) -> None:
         """Clear all gradients without an update, because a gradient overflowed on some rank."""

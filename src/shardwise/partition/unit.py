@@ -316,10 +316,11 @@ class Unit:
         """Turn parameters into placeholders and release the full vector's memory, unless user code holds views of it.
 
         An overlay costs nothing and always shows the shards, so its parameters only change their class: user code's touches are
-        noticed, and backward reads them as they are.
+        noticed, and backward reads them as they are. Pages that user code has written without a version stay until they are
+        stored (`was_written_while_freed`).
         """
         check_move(self.name, self.state, UnitState.SHARDED)
-        is_untouched, is_overlaid = self.writes.is_untouched, self.is_overlaid
+        is_overlaid = self.is_overlaid
         set_data = DATA.__set__
         with torch._C.DisableTorchFunctionSubclass():
             for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
@@ -327,10 +328,9 @@ class Unit:
                     set_data(param, blank)
                 param.__class__ = freed
         self.state = UnitState.SHARDED
-        is_shared = self.is_shared
-        self.keeps_memory = is_shared and not is_overlaid
-        self.writes.begin_freed(keeps_memory=self.keeps_memory, is_shared=is_shared)
-        if not self.keeps_memory and not is_untouched:  # else an overlay has no pages to release
+        self.keeps_memory = not is_overlaid and self.is_shared
+        self.writes.begin_freed(keeps_memory=self.keeps_memory)
+        if not is_overlaid and not self.keeps_memory:
             self._discard()
 
     def discard_kept(self) -> None:

@@ -34,9 +34,7 @@ class Writes:
         self._has_alias = False  # user code has taken `.data` since the last `note`; writes through it count no version
         self._aliases: dict[int, weakref.WeakSet[torch.Tensor]] = {}  # `.data` tensors that may be alive, by slot
         self._shown: int | None = None  # checksum at the last `note`, if writes without a version were possible
-        self._freed: int | None = None  # checksum when the Unit was freed, if its memory was still in use (0: an overlay)
-        self.is_untouched = False
-        """Whether the last check of an overlay found no page that this process has written."""
+        self._freed: int | None = None  # checksum when the Unit was freed, if its memory was still in use
 
     def begin(self, full: FullBuffer, views: Sequence[torch.Tensor]) -> None:
         """Start to observe the parameters, which are `views` of `full` from now on."""
@@ -65,7 +63,6 @@ class Writes:
 
     def note(self) -> None:
         """Record that the shards hold the gathered values as they are now."""
-        self.is_untouched = False
         self._has_alias = self._is_always_full and any(len(aliases) > 0 for aliases in self._aliases.values())
         is_watched = not self._is_always_full and not isinstance(self._full, OverlaidBuffer) and self.is_shared(is_shown=True)
         self._shown = self._mark() if is_watched else None
@@ -82,9 +79,8 @@ class Writes:
                 return True
             if any(p.data_ptr() != address for p, address in zip(self._params, self._addresses, strict=True)):
                 return True
-        if isinstance(self._full, OverlaidBuffer):
-            self.is_untouched = self._full.is_untouched()
-            return not self.is_untouched
+        if isinstance(self._full, OverlaidBuffer):  # other writes without a version are found before the next step
+            return self._has_alias and not self._full.is_untouched()
         return self._has_alias or (self._shown is not None and self._shown != self._mark())
 
     def replaced(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
@@ -96,19 +92,15 @@ class Writes:
 
     # -- while the Unit is freed ------------------------------------------------------------------------------
 
-    def begin_freed(self, *, keeps_memory: bool, is_shared: bool) -> None:
-        """The Unit is freed. `is_shared`: its memory is still in use; it then `keeps_memory`, or is an overlay."""
-        self._freed = None
-        if is_shared:
-            self._freed = self._mark() if keeps_memory else 0
+    def begin_freed(self, *, keeps_memory: bool) -> None:
+        """The Unit is freed. `keeps_memory`: its memory is still in use."""
+        self._freed = self._mark() if keeps_memory else None
 
     def happened_while_freed(self, *, keeps_memory: bool) -> bool:
         """Whether memory that user code held when the Unit was freed has been written since."""
-        if self._freed is None or self._full is None:
-            return False
-        if keeps_memory:
-            return self._freed != self._mark()
-        return isinstance(self._full, OverlaidBuffer) and not self._full.is_untouched()
+        if isinstance(self._full, OverlaidBuffer):
+            return not self._full.is_untouched()
+        return keeps_memory and self._freed is not None and self._freed != self._mark()
 
     def forget_freed(self) -> None:
         """Accept the current values, so that a write while freed is reported only once."""
