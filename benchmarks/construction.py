@@ -1,9 +1,10 @@
-"""Peak memory of building a transformers GPT-2 under sharded_init, against the bound shards + 3 x the largest Unit.
+"""Peak memory and time of building a transformers GPT-2 under sharded_init and sharding it.
 
-    python benchmarks/construction.py [--layers 12 --hidden 768 --vocabulary 50257 --ranks 2]
+    python benchmarks/construction.py [--layers 12 --hidden 768 --vocabulary 50257 --ranks 2 --rounds 3]
 
 Each rank runs in a process of its own; memory is private pages plus the proportional share of shared ones, above what
-the process held before. Values are compared with plain construction by checksum.
+the process held before, and is compared with the bound shards + 3 x the largest Unit. Values are compared with plain
+construction by checksum. Then the same and plain construction, each with sharding, are timed in turn.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ranks import free_port, rank_environment
 
@@ -25,6 +32,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
@@ -42,6 +50,7 @@ def main() -> None:
             sys.exit(f"a rank failed: exit codes {codes}")
         for rank, (_, out) in enumerate(processes):
             show(rank, json.loads(out.read_text()))
+        show_times(json.loads(processes[0][1].read_text())["times"], args.rounds)
 
 
 def show(rank: int, found: dict) -> None:
@@ -55,8 +64,34 @@ def show(rank: int, found: dict) -> None:
     )
 
 
+def show_times(times: dict[str, list[list[float]]], rounds: int) -> None:
+    """Rank 0's seconds: building, sharding and both, wall and CPU, as medians."""
+    print(f"\nmedians of {rounds} rounds\n\n| construction | build (s) | shard (s) | both, wall (s) | both, CPU (s) |")
+    print("|---" * 5 + "|")
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+    for name, (build, shard, cpu) in medians.items():
+        print(f"| {name} | {build:.2f} | {shard:.2f} | {build + shard:.2f} | {cpu:.2f} |")
+    plain, sharded = medians["plain"], medians["sharded_init"]
+    print(
+        f"\nsharded_init / plain: {(sharded[0] + sharded[1]) / (plain[0] + plain[1]):.2f} x wall, "
+        f"{sharded[2] / plain[2]:.2f} x CPU"
+    )
+
+
+def timed(build: Callable[[], Any], shard: Callable[[Any], Any]) -> list[float]:
+    """Seconds of building and of sharding, and CPU seconds of both."""
+    torch.manual_seed(0)
+    torch.distributed.barrier()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    model = build()
+    built = time.perf_counter()
+    run = shard(model)
+    found = [built - begin, time.perf_counter() - built, time.process_time() - begin_cpu]
+    run.close()
+    return found
+
+
 def work(args: argparse.Namespace) -> None:
-    import torch
     import transformers
 
     import shardwise as sw
@@ -84,6 +119,19 @@ def work(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     plain = transformers.GPT2LMHeadModel(config)
     expected = {name: checksum(value) for name, value in plain.state_dict().items()}
+    del plain
+
+    def build_sharded() -> Any:
+        with sw.sharded_init():
+            return transformers.GPT2LMHeadModel(config)
+
+    def shard(model: Any) -> Any:
+        return sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+
+    times: dict[str, list[list[float]]] = {"plain": [], "sharded_init": []}
+    for _ in range(args.rounds):
+        times["plain"].append(timed(lambda: transformers.GPT2LMHeadModel(config), shard))
+        times["sharded_init"].append(timed(build_sharded, shard))
     Path(args.out).write_text(
         json.dumps(
             dict(
@@ -92,6 +140,7 @@ def work(args: argparse.Namespace) -> None:
                 largest_unit=max(u.layout.numel * 4 for u in units),
                 peak_build=building.peak_bytes - before,
                 peak_shard=sharding.peak_bytes - before,
+                times=times,
                 identical=all(digests[name] == expected[name] for name in expected) and len(expected) > 10,
             )
         )
