@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of timing; 0 measures memory only")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
@@ -50,7 +50,8 @@ def main() -> None:
             sys.exit(f"a rank failed: exit codes {codes}")
         for rank, (_, out) in enumerate(processes):
             show(rank, json.loads(out.read_text()))
-        show_times(json.loads(processes[0][1].read_text())["times"], args.rounds)
+        if args.rounds:
+            show_times(json.loads(processes[0][1].read_text())["times"], args.rounds)
 
 
 def show(rank: int, found: dict) -> None:

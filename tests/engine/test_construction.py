@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_peak_memory_of_building_gpt2_is_shards_plus_three_largest_units(tmp_pat
     """A transformers GPT-2 with the proportions of the 124M one, 2 ranks, in processes of their own."""
     script = Path(__file__).parents[2] / "benchmarks" / "construction.py"
     result = run_program(
-        [sys.executable, str(script), "--layers", "6", "--hidden", "512", "--vocabulary", "50257"],
+        [sys.executable, str(script), "--layers", "6", "--hidden", "512", "--vocabulary", "50257", "--rounds", "0"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -359,3 +360,56 @@ def test_from_pretrained(pool: RankPool, tmp_path: Path, kind: str, shards: str,
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards != "1GB")
     for found in pool.run(pretrained, str(tmp_path), dtype, offload):
         assert all(found.values()), found
+
+
+INITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal": lambda w: nn.init.normal_(w, std=0.02),
+    "uniform": lambda w: nn.init.uniform_(w, -2.0, 3.0),
+    "constant": lambda w: nn.init.constant_(w, 3.5),
+    "zeros": nn.init.zeros_,
+    "ones": nn.init.ones_,
+    "eye": nn.init.eye_,
+    "xavier": nn.init.xavier_normal_,
+    "kaiming": lambda w: nn.init.kaiming_uniform_(w, nonlinearity="relu"),
+    "trunc": lambda w: nn.init.trunc_normal_(w, std=0.5),
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda w: nn.init.sparse_(w, 0.3),
+    "method": lambda w: no_grad(lambda: w.normal_(0.0, 0.1)),
+    "copy": lambda w: no_grad(lambda: w.copy_(torch.arange(float(w.numel())).view_as(w))),
+    "broadcast": lambda w: no_grad(lambda: w.copy_(torch.arange(float(w.shape[1])))),
+}
+
+
+def no_grad(function: Callable[[], object]) -> object:
+    with torch.no_grad():
+        return function()
+
+
+def initialised_again(name: str) -> tuple[bool, bool, int]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 30))
+        for layer in model:
+            assert INITS[name](layer.weight) is layer.weight
+        return model
+
+    plain = build()
+    with sw.sharded_init():
+        model = build()
+    counters = model[0].weight._shardwise.unit.owner.transport.counters
+    num_gathers = counters.calls.get("gather", 0)
+    run = sw.shard(model, stage=3)
+    values = run.full_state_dict(rank0_only=False)
+    same = all(torch.equal(values[key], value) for key, value in plain.state_dict().items())
+    run.close()
+    drawn = torch.rand(1)
+    build()
+    return same, torch.equal(drawn, torch.rand(1)), num_gathers
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_initialising_again_gathers_nothing(pool: RankPool, name: str) -> None:
+    for same, is_in_step, num_gathers in pool.run(initialised_again, name):
+        assert same
+        assert is_in_step, "the generator is where plain construction leaves it"
+        assert num_gathers == 0

@@ -47,6 +47,10 @@ class Answers:
         """Run one operation outside any pass: gather, run, write back, free."""
         return self.runtime.outside.operate(function, touched, name)
 
+    def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
+        """Always False: ranks must check that all have written the same values."""
+        return False
+
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """Make a frozen Unit trainable when the first of its parameters is unfrozen."""
         if requires_grad and not handle.unit.is_trainable:

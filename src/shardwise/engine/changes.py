@@ -30,7 +30,10 @@ class Changes:
         self._shared: list[Unit] = []  # Units whose memory user code on any rank held at the last `absorb`
 
     def absorb(self) -> None:
-        """Store what user code on any rank has written to parameters in shards and masters. All ranks must call."""
+        """Store what user code on any rank has written to parameters in shards and masters.
+
+        All ranks must call. It is a fence too: when it returns, every rank has called it.
+        """
         for unit in self._units:
             use = self._gathering.use(unit)
             if unit.is_always_full:

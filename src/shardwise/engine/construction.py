@@ -213,6 +213,23 @@ class Construction:
             )
         return result
 
+    def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
+        """Initialise a parameter again: every rank makes the whole value and keeps its slice, so that nothing is gathered."""
+        if not self._is_open:
+            return False
+        unit, place = handle.unit, handle.unit.layout.slots[handle.slot]
+        value = torch.empty_strided(place.shape, place.stride, dtype=unit.dtypes.stored, device=unit.blueprint.device)
+        write(value)
+        flat = flat_values(value, place.stride)
+        with self._on_device(unit, keeps_changes=True):
+            store(unit, handle.slot, flat)
+        self.digests[unit][handle.slot] = checksum(flat)
+        unit.changed([handle.slot])
+        num_bytes = value.nbytes
+        del value, flat
+        self._heap.freed(num_bytes)
+        return True
+
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """Nothing to do: `shard` looks at which parameters require gradients."""
 

@@ -316,7 +316,7 @@ class Runtime:
     # -- step -------------------------------------------------------------------------------------------------
 
     def before_step(self, has_closure: bool = False) -> None:
-        """Before `optimizer.step()`: raise if the step would be wrong, store what user code has changed, free Units, fence."""
+        """Before `optimizer.step()`: raise if the step would be wrong, free Units, store what user code has changed."""
         if has_closure and self.needs_scaling:
             raise OptimizerError(
                 "optimizer.step(closure) with loss scaling: gradients that the closure makes would not be checked for overflow. "
@@ -336,10 +336,9 @@ class Runtime:
             self.start_afresh()
         self.gathering.settle()
         self._free_for_step()
-        self.changes.absorb()
+        self.changes.absorb()  # ranks meet here: from now on none reads the shards that will change
         self.gathering.discard_kept()
         self.gradients.home.settle()
-        self._fence()  # a slower rank may still be gathering the shards that change now
         self._update_began = self.events.now()
 
     def _free_for_step(self) -> None:
@@ -355,7 +354,6 @@ class Runtime:
         """After the optimizer's closure: store what it has changed; no rank updates before all have ended its forward passes."""
         self.gathering.settle()
         self.changes.absorb()
-        self._fence()
 
     def _fence(self) -> None:
         begin = self.events.now()

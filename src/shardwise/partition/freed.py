@@ -8,6 +8,7 @@ A parameter is a `ShardedParameter` while its Unit is gathered and a `FreedParam
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from shardwise.errors import FreedParameterError
 from shardwise.partition.lifecycle import Handle
-from shardwise.partition.operations import CASTS, CONVERSIONS, GEOMETRY, METADATA, PAST_PYTHON, REMEDIES, name_of
+from shardwise.partition.operations import CASTS, CONVERSIONS, GEOMETRY, METADATA, PAST_PYTHON, REMEDIES, is_overwrite, name_of
 from shardwise.partition.raw import DATA, REQUIRES_GRAD, own_data
 
 
@@ -102,6 +103,10 @@ class _Freed(torch.Tensor):
             return first
         if name in REMEDIES:
             raise refusal(first, name)
+        if len(touched) == 1 and isinstance(first, FreedParameter) and is_overwrite(func, name):
+            handle = first._shardwise
+            if handle.unit.owner.overwrite(handle, lambda new: func(*_swapped(args, first, new), **_swapped(kwargs, first, new))):
+                return first
         handles = [value._shardwise for value in touched]
         by_owner = {id(handle.unit.owner): handle.unit.owner for handle in handles}
         for owner in by_owner.values():
@@ -147,13 +152,19 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _replaced(value: Any) -> Any:
     """Replace every `FreedView` by a real view; parameters are real tensors while gathered."""
-    if isinstance(value, FreedView):
-        return value._real()
+    return _mapped(value, lambda leaf: leaf._real() if isinstance(leaf, FreedView) else leaf)
+
+
+def _swapped(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    return _mapped(value, lambda leaf: new if leaf is old else leaf)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        return {key: _replaced(item) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_replaced(item) for item in value)
-    return value
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
 
 
 class FreedParameter(_Freed, ShardedParameter):

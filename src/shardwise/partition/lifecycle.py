@@ -53,6 +53,9 @@ class Owner(Protocol):
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
         """Run one operation on freed parameters outside any pass; `name` is its name, for messages."""
 
+    def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
+        """Give a freed parameter the values that `write` puts into a new tensor, without a gather; False if that is not done."""
+
     def remedy(self) -> str:
         """What the user should do instead of touching a freed parameter."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 METADATA = frozenset(
     {
         "shape",
@@ -81,6 +83,8 @@ COLLECTIVES = "torch.distributed"
 GEOMETRY = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
 CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous"})
 """Operations that return the tensor itself if nothing would change."""
+OVERWRITES = frozenset({"copy_", "fill_", "normal_", "uniform_", "zero_"})
+"""Operations that give a tensor new values whatever its old ones were; so do all of `torch.nn.init`."""
 REMEDIES = {
     "deepcopy": "A copy needs the whole model's memory: make it inside `with run.gathered():`, on every rank.",
     "pickle": "Save `run.full_state_dict()` instead: it is collected Unit by Unit, and its tensors are ordinary ones.",
@@ -109,3 +113,10 @@ def name_of(func: Any) -> str:
         attribute = getattr(getattr(func, "__self__", None), "__name__", name)
         return attribute if name == "__get__" else f"setting .{attribute}"
     return name
+
+
+def is_overwrite(func: Any, name: str) -> bool:
+    """Whether an operation gives a tensor new values whatever its old ones were, without autograd's record."""
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        return name.endswith("_")
+    return name in OVERWRITES and not torch.is_grad_enabled()
