@@ -61,7 +61,7 @@ class Arrivals:
             if is_frozen:
                 torch.Tensor.requires_grad_(param, False)
         table, arrived = self._tables.get(unit.index), self._arrived[unit.index]
-        node.register_prehook(_Arrival(self._listener, unit.index, slot, table, arrived, len(unit.params)))
+        node.register_prehook(_Arrival(self._listener, unit, slot, table, arrived))
         self._nodes[unit.index, slot] = node
 
     def take(self, index: int) -> list[Arrived]:
@@ -114,20 +114,14 @@ def expected(unit: Unit, arrived: Sequence[Arrived]) -> list[Arrived]:
 class _Arrival:
     """The prehook of one parameter: autograd calls it with the gradient. It runs for every parameter, so it does little."""
 
-    __slots__ = ("_arrived", "_index", "_listener", "_num_params", "_slot", "_table")
+    __slots__ = ("_arrived", "_index", "_listener", "_num_params", "_param", "_slot", "_table")
 
     def __init__(
-        self,
-        listener: ArrivalListener,
-        index: int,
-        slot: int,
-        table: SharedTable | None,
-        arrived: list[Arrived],
-        num_params: int,
+        self, listener: ArrivalListener, unit: Unit, slot: int, table: SharedTable | None, arrived: list[Arrived]
     ) -> None:
         self._listener = weakref.ref(listener)
-        self._index, self._slot, self._table = index, slot, table
-        self._arrived, self._num_params = arrived, num_params
+        self._index, self._slot, self._param, self._num_params = unit.index, slot, unit.params[slot], len(unit.params)
+        self._table, self._arrived = table, arrived
 
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         listener = self._listener()
@@ -136,7 +130,9 @@ class _Arrival:
             grad = grads[0] if self._table is None else self._table.complete(grads)
             if grad is not None:
                 self._arrived.append(Arrived(self._slot, grad, grad._version))
-                if len(self._arrived) == self._num_params:
+                with torch._C.DisableTorchFunctionSubclass():
+                    is_hooked = self._param._post_accumulate_grad_hooks  # refused now, before autograd calls it
+                if is_hooked or len(self._arrived) == self._num_params:
                     listener.arrive(self._index)
         return _NOTHING
 
