@@ -65,6 +65,7 @@ _SIGNATURES = {
     "sw_io_forget": (None, [ctypes.c_void_p, ctypes.c_int64]),
     "sw_io_drain": (None, [ctypes.c_void_p]),
     "sw_read_flat": (None, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p]),
+    "sw_wait": (ctypes.c_int, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]),
     "sw_block_checksum": (ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "sw_adam": (
         None,

@@ -8,163 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from cases import CASES, build, generator, parity, rank
+from loops import CalledTwice, Elsewhere, HugeTied, ParameterBranch, SharedInput, TiedAcrossCheckpoints, batch, tokens
 from shardwise.errors import StaleGraphError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.testing.models import GPT, GPTConfig
 
 STAGES = [0, 1, 2, 3]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.embed = nn.Linear(7, 9)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.GELU(), nn.Linear(9, 9)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x.square().mean()
-
-
-class TiedAcrossCheckpoints(Checkpointed):
-    """A nested backward contributes to a parameter that the outer one contributes to as well."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(use_reentrant)
-        self.blocks[2][0].weight = self.blocks[0][0].weight
-
-
-class CalledTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (*self.blocks, *self.blocks, self.blocks[0]):
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
-class Elsewhere(nn.Module):
-    """Parameters used outside their owner's forward, in containers the model returns, and stashed on the side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(30, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.scale = nn.Parameter(torch.full((8,), 0.7))
-        self.side: torch.Tensor | None = None
-
-    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
-        x = F.embedding(tokens, self.table.weight)
-        x = F.linear(x, self.blocks[0].weight) * self.scale
-        self.side = self.blocks[1](x).square().mean()
-        return {"nested": [(x @ self.table.weight.t()).logsumexp(-1).mean()]}
-
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.table(tokens) * self.scale
-
-    def calls_forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self(tokens)["nested"][0] * self.scale.sum() + self(tokens)["nested"][0]
-
-
-class HugeTied(nn.Module):
-    """A tied table in its own Unit, also touched directly."""
-
-    def __init__(self, touches: bool) -> None:
-        super().__init__()
-        self.touches = touches
-        self.table = nn.Embedding(6000, 48)
-        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
-        self.head = nn.Linear(48, 6000, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        loss = self.head(x).logsumexp(-1).mean()
-        return loss + (self.table.weight * self.table.weight).mean() if self.touches else loss
-
-
-def _x(number: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(number))
-
-
-def _tokens(number: int, high: int = 30) -> torch.Tensor:
-    return torch.randint(0, high, (2, 5), generator=generator(number))
-
-
-def _elsewhere_loss(model: nn.Module, number: int) -> torch.Tensor:
-    out = model(_tokens(number))["nested"][0]
-    return out + model.side if number % 2 else out
-
-
-def _second_order(model: nn.Module, number: int) -> torch.Tensor:
-    x = _x(number, 3, 8).requires_grad_()
-    loss = model(x)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + gradient.square().sum()
-
-
-def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
-    return model(_x(number, 3, 8)) + 2 * model(_x(number + 100, 3, 8))
-
-
-def _after_evaluation(model: nn.Module, number: int) -> torch.Tensor:
-    with torch.no_grad():
-        model(_x(number + 50, 2, 8))
-    model.eval()
-    with torch.inference_mode():
-        model(_x(number + 51, 2, 8))
-    model.train()
-    return model(_x(number, 3, 8))
-
-
-LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
-    "checkpoint, non-reentrant": (lambda: Checkpointed(False), lambda m, k: m(_x(k, 4, 7))),
-    "checkpoint, reentrant": (lambda: Checkpointed(True), lambda m, k: m(_x(k, 4, 7).requires_grad_())),
-    "modules called twice": (CalledTwice, lambda m, k: m(_x(k, 3, 8))),
-    "several forwards before a backward": (CalledTwice, _two_forwards),
-    "evaluation in between": (CalledTwice, _after_evaluation),
-    "second order": (CalledTwice, _second_order),
-    "parameters used elsewhere": (Elsewhere, _elsewhere_loss),
-    "a tied table of its own": (lambda: HugeTied(False), lambda m, k: m(_tokens(k, 6000))),
-    "a tied table touched directly": (lambda: HugeTied(True), lambda m, k: m(_tokens(k, 6000))),
-    "the whole model checkpointed": (
-        CalledTwice,
-        lambda m, k: checkpoint(m, _x(k, 3, 8).requires_grad_(), use_reentrant=bool(k % 2)),
-    ),
-}
-
-
-def loop(name: str, stage: int, **kwargs: Any) -> ParityReport:
-    make, loss = LOOPS[name]
-    torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=stage)
-    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=4, **kwargs)
-    run.close()
-    return report
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", sorted(LOOPS))
-def test_loops_that_users_write(pool: RankPool, name: str, stage: int) -> None:
-    for accumulate in (1, 2):
-        for report in pool.run(loop, name, stage, accumulate=accumulate):
-            assert report.is_bitwise, f"{name} stage {stage} accumulate {accumulate}: {report}"
 
 
 def tied_across_checkpoints(stage: int) -> ParityReport:
@@ -173,7 +26,7 @@ def tied_across_checkpoints(stage: int) -> ParityReport:
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain)]
     run = sw.shard(model, optimizers[0], stage=stage)
-    loss = lambda m, k: m(_x(k, 4, 7).requires_grad_())  # noqa: E731
+    loss = lambda m, k: m(batch(k, 4, 7).requires_grad_())  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3)
     run.close()
     return report
@@ -187,44 +40,16 @@ def test_nested_backwards_that_share_a_parameter(pool: RankPool, stage: int) -> 
         assert report.compared_elements > 0
 
 
-def _side_alone(model: nn.Module, number: int) -> torch.Tensor:
-    """A loss made of a tensor that a forward left on the side, past every output."""
-    model(_tokens(number))
-    assert model.side is not None
-    return model.side
-
-
-def _frozen_side() -> nn.Module:
-    """The same through Units that are frozen."""
-    model = Elsewhere()
-    model.blocks.requires_grad_(False)
-    return model
-
-
-SIDES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
-    "a loss that bypasses every output": (Elsewhere, _side_alone),
-    "a loss that bypasses every output, through frozen Units": (_frozen_side, _side_alone),
-}
-LOOPS.update(SIDES)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", sorted(SIDES))
-def test_a_loss_that_bypasses_every_output(pool: RankPool, name: str, stage: int) -> None:
-    for report in pool.run(loop, name, stage):
-        assert report.is_bitwise, f"{name} stage {stage}: {report}"
-
-
 def methods() -> bool:
     torch.manual_seed(0)
     model = Elsewhere()
     plain = copy.deepcopy(model)
     run = sw.shard(model, stage=3, methods=("encode", "calls_forward"))
     with torch.no_grad():  # a method that calls the model itself, as generate() does
-        if not torch.equal(model.calls_forward(_tokens(0)), plain.calls_forward(_tokens(0))):
+        if not torch.equal(model.calls_forward(tokens(0)), plain.calls_forward(tokens(0))):
             return False
-    same = torch.equal(model.encode(_tokens(0)), plain.encode(_tokens(0)))
-    same &= torch.equal(model.blocks[1](_x(1, 2, 8)), plain.blocks[1](_x(1, 2, 8)))  # a block called on its own
+    same = torch.equal(model.encode(tokens(0)), plain.encode(tokens(0)))
+    same &= torch.equal(model.blocks[1](batch(1, 2, 8)), plain.blocks[1](batch(1, 2, 8)))  # a block called on its own
     run.close()
     return same
 
@@ -404,17 +229,25 @@ def test_stages_1_and_2_do_not_gather_in_the_step(pool: RankPool) -> None:
 
 
 def several_models() -> bool:
-    runs = [build(name, "adamw", stage=stage) for name, stage in (("gpt", 3), ("mlp", 2), ("conv", 3))]
+    """Three models at two stages, trained by the sum of their losses, as their plain replicas are."""
     names = ["gpt", "mlp", "conv"]
+    runs = [build(name, "adamw", stage=stage) for name, stage in zip(names, (3, 2, 3), strict=True)]
+    references = [sw.testing.PlainTrainer(plain, plain_opt, run.config.precision) for run, _, _, plain, plain_opt in runs]
     for number in range(2):
-        losses = [CASES[name].loss(r[1], number) for name, r in zip(names, runs, strict=True)]
-        sum(losses).backward()
-        for r in runs:
-            r[2].step()
-            r[2].zero_grad()
-    for r in runs:
-        r[0].close()
-    return True
+        sum(CASES[name].loss(model, number) for name, (_, model, _, _, _) in zip(names, runs, strict=True)).backward()
+        for name, reference, (_, _, optimizer, plain, _) in zip(names, references, runs, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            reference.backward(CASES[name].loss(plain, number))
+            reference.step(None)
+    same = [
+        torch.equal(value, reference.masters[name])
+        for reference, (run, *_) in zip(references, runs, strict=True)
+        for name, value in run.iter_masters()
+    ]
+    for run, *_ in runs:
+        run.close()
+    return all(same) and len(same) > 10
 
 
 def test_several_models_in_one_process(pool: RankPool) -> None:
@@ -435,19 +268,27 @@ def test_parity_report_of_nothing_is_not_parity() -> None:
     assert not ParityReport(0, [], 0).is_bitwise
 
 
-def hook_order() -> bool:
-    """A user's own forward hooks see usable parameters."""
-    run, model, _, _, _ = build("gpt", "adamw", stage=3)
-    seen = []
-    handle = model.blocks[0].register_forward_pre_hook(lambda m, a: seen.append(float(m.up.weight.detach().sum())))
-    CASES["gpt"].loss(model, 0)
-    handle.remove()
+def values_in_hooks(transport: str) -> bool:
+    """What a user's own hooks before and after a forward, and before a backward, see of a parameter."""
+    run, model, _, plain, _ = build("gpt", "adamw", stage=3, transport=transport)
+    block = model.blocks[0]
+    seen: list[torch.Tensor] = []
+
+    def look(*_: object) -> None:
+        seen.append(block.up.weight.detach().clone())
+
+    handles = [block.register_forward_pre_hook(look), block.register_forward_hook(look)]
+    handles.append(block.register_full_backward_pre_hook(look))
+    CASES["gpt"].loss(model, 0).backward()
+    for handle in handles:
+        handle.remove()
     run.close()
-    return len(seen) == 1
+    return len(seen) == 3 and all(torch.equal(value, plain.blocks[0].up.weight) for value in seen)
 
 
-def test_user_hooks_see_gathered_parameters(pool: RankPool) -> None:
-    assert pool.run(hook_order) == [True, True]
+@pytest.mark.parametrize("transport", ["shared", "copied", "pairwise"])
+def test_user_hooks_see_the_values_of_parameters(pool: RankPool, transport: str) -> None:
+    assert pool.run(values_in_hooks, transport) == [True, True]
 
 
 def test_parity_of_a_clipped_world_of_one_uses_infinity_norm_too() -> None:
@@ -465,98 +306,6 @@ def test_parity_of_a_clipped_world_of_one_uses_infinity_norm_too() -> None:
 
 def test_parity_function_itself_runs() -> None:
     assert parity("mlp", stage=3, steps=1).is_bitwise
-
-
-class ParameterBranch(nn.Module):
-    """Besides its input, a block multiplies its own parameters: that branch must see them too in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_OwnBranch() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
-class _OwnBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.p, self.q = (nn.Parameter(torch.randn(6, 6) * 0.4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        detached = F.linear(x, self.w.detach()) + (self.w * self.w).sum()
-        return x @ self.w.t() + self.q @ self.p.t() + detached
-
-
-class CheckpointedBranch(ParameterBranch):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(checkpoint(block, x, use_reentrant=True))
-        return x.square().mean()
-
-
-class SixAndABranch(nn.Module):
-    """One rank alone takes a branch in front of many others: nobody may wait for it in vain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-        self.branch = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, takes_branch: bool) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        if takes_branch:
-            x = x + self.branch[0](x)
-        return x.square().mean()
-
-
-class TiedLookups(nn.Module):
-    """A shared table that is only looked up, and a head that the loss leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Embedding(6000, 48), nn.Sequential(nn.Embedding(6000, 48))
-        self.right[0].weight = self.left.weight
-        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.blocks[1](self.blocks[0](self.left(tokens) + self.right(tokens))).square().mean()
-
-
-def _persistent_leaf(model: nn.Module, number: int) -> torch.Tensor:
-    if not hasattr(model, "_leaf"):
-        object.__setattr__(model, "_leaf", _x(0, 6, 6).requires_grad_())
-    return model(model._leaf)
-
-
-MORE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
-    "parameter-only branches": (ParameterBranch, lambda m, k: m(_x(k, 6, 6))),
-    "parameter-only branches, leaf input": (ParameterBranch, _persistent_leaf),
-    "parameter-only branches, reentrant": (CheckpointedBranch, lambda m, k: m(_x(k, 6, 6).requires_grad_())),
-    "a branch that one rank takes": (SixAndABranch, lambda m, k: m(_x(k, 3, 8), rank() == k % 2)),
-    "a shared table only looked up": (TiedLookups, lambda m, k: m(_tokens(k, 6000))),
-    "first used in inference mode": (
-        CalledTwice,
-        lambda m, k: (_inference(m, _x(k, 2, 8)) if k == 0 else 0) + m(_x(k, 3, 8)),
-    ),
-}
-LOOPS.update(MORE)
-
-
-def _inference(model: nn.Module, x: torch.Tensor) -> float:
-    with torch.inference_mode():
-        model(x)
-    return 0.0
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", sorted(MORE))
-def test_awkward_graphs(pool: RankPool, name: str, stage: int) -> None:
-    for report in pool.run(loop, name, stage, accumulate=2):
-        assert report.is_bitwise, f"{name} stage {stage}: {report}"
 
 
 def test_hooks_do_not_pile_up_on_an_input() -> None:
@@ -580,9 +329,9 @@ def interrupted() -> ParityReport:
 
     handle = model.blocks[1].register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model(_x(0, 3, 8))
+        model(batch(0, 3, 8))
     handle.remove()
-    loss = lambda m, k: m(_x(k, 3, 8))  # noqa: E731
+    loss = lambda m, k: m(batch(k, 3, 8))  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=2)
     run.close()
     return report
@@ -641,59 +390,6 @@ def test_a_change_past_the_masters_reaches_them(stage: int, way: str) -> None:
     opt.step()
     assert 0 < float((run.master("layers.0.weight") - 0.75).abs().max()) < 0.1
     run.close()
-
-
-class SkipsAll(nn.Module):
-    """A frozen trunk and trainable layers that a rank may skip altogether."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(8, 8).requires_grad_(False)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
-
-    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
-        x = self.trunk(x)
-        for block in () if skips else self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
-class SharedInput(nn.Module):
-    """Every block also reads one tensor that all of them share, and hands its own input on."""
-
-    def __init__(self, blocks: int = 8) -> None:
-        super().__init__()
-        self.memory = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(_ReadsMemory() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        memory = self.memory(x)
-        for block in self.blocks:
-            x, _ = block(x, memory)
-        return x.square().mean()
-
-
-class _ReadsMemory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.cross = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(self.own(x) + self.cross(memory)), x
-
-
-LAST: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch.Tensor]]] = {
-    "a rank without any gradient": (SkipsAll, lambda m, k: m(_x(k, 3, 8).requires_grad_(), rank() == k % 3)),
-    "an input that all blocks share": (SharedInput, lambda m, k: m(_x(k, 3, 8))),
-}
-LOOPS.update(LAST)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", sorted(LAST))
-def test_more_awkward_graphs(pool: RankPool, name: str, stage: int) -> None:
-    for report in pool.run(loop, name, stage, accumulate=2):
-        assert report.is_bitwise, f"{name} stage {stage}: {report}"
 
 
 def gathered_at_once(model: nn.Module, backward: Callable[[], None], run: Any) -> int:

@@ -70,10 +70,11 @@ class Mailboxes:
         """Leave the mailboxes, and make the other ranks leave them."""
         self._left[self.host.rank][0] = 1
 
-    def _wait(self, is_ready: Callable[[], bool], operation: Operation, peer: int) -> None:
+    def _wait(self, is_ready: Callable[[], bool], operation: Operation, peer: int, word: int, target: int) -> None:
+        """Wait until a counter of `peer`, the number `word` of its words, has reached `target`: then `is_ready()`."""
         rank = self.host.ranks[peer]
         if not self.may_part:
-            self._watch.until(is_ready, operation, lambda: [rank])
+            self._watch.until(is_ready, operation, lambda: [rank], [(self._segments.address(peer, word), target)])
             return
 
         def lagging() -> list[int]:
@@ -92,7 +93,7 @@ class Mailboxes:
         number = self._num_sent[peer]
         consumed = self._consumed[peer]
         me = self.host.rank
-        self._wait(lambda: consumed[me] > number - SLOTS, operation, peer)
+        self._wait(lambda: consumed[me] > number - SLOTS, operation, peer, self.host.world_size + me, number - SLOTS + 1)
         fill(self._slot(me, peer, number, numel, dtype))
         label = 2 * (peer * SLOTS + number % SLOTS)
         self._labels[me][label], self._labels[me][label + 1] = operation.sequence, operation.code
@@ -106,7 +107,7 @@ class Mailboxes:
         number = self._num_read[peer]
         posted = self._posted[peer]
         me = self.host.rank
-        self._wait(lambda: posted[me] > number, operation, peer)
+        self._wait(lambda: posted[me] > number, operation, peer, me, number + 1)
         label = 2 * (me * SLOTS + number % SLOTS)
         found = (self._labels[peer][label], self._labels[peer][label + 1])
         if found != (operation.sequence, operation.code):

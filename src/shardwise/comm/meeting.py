@@ -54,6 +54,7 @@ class Meeting:
             lambda: all(words[0] >= target for words in self._words),
             operation,
             lambda: [self._host.ranks[rank] for rank, words in enumerate(self._words) if words[0] < target],
+            [(self._segments.address(rank, 0), target) for rank in range(self._host.world_size)],
         )
         for rank, words in enumerate(self._words):
             if (words[label], words[label + 1]) != (operation.code, numel):

@@ -117,6 +117,10 @@ class SharedSegments:
         """64-bit counters of rank `rank`'s segment from byte `start` on."""
         return memoryview(self._maps[rank])[start : start + 8 * count].cast("q")
 
+    def address(self, rank: int, word: int) -> int:
+        """Address of a 64-bit counter at the beginning of rank `rank`'s segment."""
+        return self.bytes[rank].data_ptr() + 8 * word
+
     def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype, numel: int) -> FullBuffer:
         """Map the (rank, start) ranges, `length` bytes each, one after the other as one vector of `numel` elements."""
         return OverlaidBuffer([(self._by_rank[rank], start) for rank, start in ranges], length, dtype, numel)

@@ -8,6 +8,7 @@ store. After its first failure a transport refuses all further work, so that no 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,13 @@ from shardwise.comm.notices import exchange_notices
 from shardwise.comm.segment import SharedSegments
 from shardwise.comm.world import World
 from shardwise.errors import TransportError
+from shardwise.native import library
 
 KINDS = ("gather", "reduce", "fence", "combine")
 CHANNELS = ("exchange", "meeting", "prefetch")
 """The operations of one channel have the same order on every rank, and are numbered per channel."""
 _LOOKS = 100  # polls before the first sleep: about as long as a peer on another core needs for a small chunk
+_NATIVE_LOOKS = 500  # the same in native code
 _SHORTEST_NAP_S = 50e-6
 _LONGEST_NAP_S = 1e-3
 _CHECK_S = 0.1  # how often a waiting rank checks whether its peers still exist and whether any has given up
@@ -130,8 +133,24 @@ class Watch:
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
-    def until(self, is_ready: Callable[[], bool], operation: Operation, lagging: Callable[[], list[int]]) -> None:
-        """Wait for ranks of this host: poll, then sleep between polls. `lagging` returns the ranks that are missing."""
+    def until(
+        self,
+        is_ready: Callable[[], bool],
+        operation: Operation,
+        lagging: Callable[[], list[int]],
+        words: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Wait for ranks of this host: poll, then sleep between polls. `lagging` returns the ranks that are missing.
+
+        `words`: (address, target) of counters that have all reached their targets exactly if `is_ready()`. They are waited for
+        without the interpreter, whose lock the training thread needs.
+        """
+        if is_ready():
+            return
+        native = library()
+        if native is not None and words:
+            self._until_reached(native, words, is_ready, operation, lagging)
+            return
         for _ in range(_LOOKS):
             if is_ready():
                 return
@@ -148,6 +167,27 @@ class Watch:
                     self._write(operation, missing[0])
                     self._check(operation, missing, now - begin, is_ready)
         self._write(operation, -1)
+
+    def _until_reached(
+        self,
+        native: ctypes.CDLL,
+        words: Sequence[tuple[int, int]],
+        is_ready: Callable[[], bool],
+        operation: Operation,
+        lagging: Callable[[], list[int]],
+    ) -> None:
+        addresses = (ctypes.c_void_p * len(words))(*(address for address, _ in words))
+        targets = (ctypes.c_int64 * len(words))(*(target for _, target in words))
+        begin = time.monotonic()
+        was_late = False
+        while not native.sw_wait(addresses, targets, len(words), _NATIVE_LOOKS, int(1e6 * _CHECK_S)):
+            missing = lagging()
+            if missing:
+                was_late = True
+                self._write(operation, missing[0])
+                self._check(operation, missing, time.monotonic() - begin, is_ready)
+        if was_late:
+            self._write(operation, -1)
 
     def _check(self, operation: Operation, missing: list[int], waited_s: float, is_ready: Callable[[], bool]) -> None:
         assert self._host is not None

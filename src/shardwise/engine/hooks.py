@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.engine.gathering import Entry
@@ -54,8 +53,6 @@ def _hide_from_compiler() -> None:
 
     for room in _UNCOMPILED:
         trace_rules.add(f"shardwise.{room}")
-    for hook in (_Enter, _EnterLookup, _EnterModel, _Leave, CastInputs):
-        hook.__call__ = torch.compiler.disable(hook.__call__)  # type: ignore[method-assign]
 
 
 def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str]) -> None:

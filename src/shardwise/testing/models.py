@@ -27,9 +27,6 @@ class GPTConfig:
         return h * (self.vocabulary + self.context) + self.layers * (12 * h * h + 13 * h) + 2 * h
 
 
-GPT2_124M = GPTConfig(vocabulary=50257, context=1024, layers=12, heads=12, hidden=768)
-
-
 class GPTBlock(nn.Module):
     """Pre-norm attention and feed-forward."""
 
