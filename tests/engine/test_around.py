@@ -585,3 +585,135 @@ def test_clipping_sees_gradients_that_were_changed_in_the_optimizer() -> None:
     assert torch.allclose(run.clip_grad_norm_(1.0), before)
     assert torch.allclose(torch.cat([p.grad.reshape(-1) for p in params]).norm(), torch.tensor(1.0), atol=1e-4)
     run.close()
+
+
+# -- graphs and gradients -----------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A table in a Unit of its own, looked up and used as a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(6000, 48)
+        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.head = nn.Linear(48, 6000, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).logsumexp(-1).mean()
+
+
+def set_table(transport: str) -> bool:
+    """`set_` gives a parameter a new node in autograd's graph."""
+    model = Tied()
+    plain = copy.deepcopy(model)
+    opts = [torch.optim.SGD(m.parameters(), lr=0.25) for m in (model, plain)]
+    run = sharded(model, opts[0], stage=3, transport=transport)
+    new = torch.rand(6000, 48, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        with run.gathered():
+            model.emb.weight.set_(new.clone())
+        plain.emb.weight.copy_(new)
+    reference = sw.testing.PlainTrainer(plain, opts[1], run.config.precision)
+    for number in range(3):
+        tokens = torch.randint(0, 6000, (2, 5), generator=torch.Generator().manual_seed(2 * number + rank()))
+        model(tokens).backward()
+        reference.backward(plain(tokens))
+        opts[0].step()
+        opts[0].zero_grad()
+        reference.step(None)
+    same = all(torch.equal(value, reference.masters[name]) for name, value in run.iter_masters())
+    run.close()
+    return same
+
+
+@pytest.mark.parametrize("transport", ["shared", "pairwise"])
+def test_a_tied_table_that_was_set(pool: RankPool, transport: str) -> None:
+    assert pool.run(set_table, transport) == [True, True]
+
+
+class Doubles(torch.autograd.Function):
+    """Changes, in place, a gradient that others have been given too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.mul_(2)
+
+
+class TwoBiases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self) -> torch.Tensor:
+        return ((self.one + Doubles.apply(self.other.clone())) * torch.arange(4.0)).sum()
+
+
+def shared_while_accumulating() -> str:
+    model = TwoBiases()
+    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2)
+
+    def act() -> None:
+        with run.accumulating():
+            model().backward()
+        model().backward()
+        raise AssertionError(f"{run.grad('one')[0]} {run.grad('other')[0]}")
+
+    found = refused(act)
+    run.close()
+    return found
+
+
+def test_a_gradient_that_is_changed_after_it_arrived_is_never_taken_silently(pool: RankPool) -> None:
+    for text in pool.run(shared_while_accumulating):
+        assert "was changed in place after autograd had handed it over" in text, text
+
+
+def stale_view(options: Options) -> str:
+    run, model, opt, _, _ = both(3, options)
+    view = model[2].weight.detach()
+    x = torch.ones(6, 6, requires_grad=True)
+    old = (x * view).sum()
+    model(torch.ones(1, 6)).sum().backward()
+    opt.step()
+    try:
+        old.backward()
+        text = "accepted"
+    except RuntimeError as error:
+        text = str(error)
+    run.close()
+    return text
+
+
+@pytest.mark.parametrize("options", [{"transport": "shared"}, {"transport": "copied"}])
+def test_a_graph_over_a_view_of_a_freed_parameter_goes_stale(pool: RankPool, options: Options) -> None:
+    for text in pool.run(stale_view, options):
+        assert "modified by an inplace operation" in text or "have changed since" in text, text
+
+
+def parts_called_directly(transport: str) -> bool:
+    """Submodules are called, and one rank's loss reaches no trainable parameter."""
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].requires_grad_(False)
+    run = sharded(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), stage=3, units=nn.Linear, transport=transport, timeout_s=20.0
+    )
+    x = torch.ones(1, 4, requires_grad=True)
+    model["a" if rank() == 0 or transport == "pairwise" else "b"](x).sum().backward()
+    found = bool((run.grad("a.bias") == (1.0 if transport == "pairwise" else 0.5)).all())
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "pairwise"])
+def test_a_rank_without_trainable_parameters_joins_a_backward_through_submodules(pool: RankPool, transport: str) -> None:
+    assert pool.run(parts_called_directly, transport) == [True, True]

@@ -417,3 +417,47 @@ def test_initialising_again(pool: RankPool, name: str) -> None:
         assert same
         assert is_in_step, "the generator is where plain construction leaves it"
         assert num_gathers == 0 or name in NOTICED_LATE
+
+
+def copied_out() -> list[bool]:
+    """Parameters as the source of a write into something else."""
+    found = []
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    torch.manual_seed(0)
+    with sw.sharded_init():
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        mine = torch.zeros(5, 5)
+        with torch.no_grad():
+            found.append(mine.copy_(model[0].weight) is mine)
+            model[1].weight.data.copy_(model[0].weight)
+    found.append(torch.equal(mine, plain[0].weight))
+    run = sw.shard(model, stage=3)
+    values = run.full_state_dict(rank0_only=False)
+    found += [torch.equal(values[name], plain[0].weight) for name in ("0.weight", "1.weight")]
+    run.close()
+    return found
+
+
+def test_a_parameter_that_is_copied_from_keeps_its_values(pool: RankPool) -> None:
+    for found in pool.run(copied_out):
+        assert all(found) and len(found) == 4, found
+
+
+def initialised_under_an_alias() -> bool:
+    with sw.sharded_init():
+        model = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(6)))  # more than the window's room
+        alias = model[0].weight.data
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.add_(1.0)
+        del alias
+        nn.init.zeros_(model[0].weight)
+    run = sw.shard(model, stage=3)
+    found = bool((run.full_state_dict(rank0_only=False)["0.weight"] == 0).all())
+    run.close()
+    return found
+
+
+def test_initialising_after_an_alias_was_held(pool: RankPool) -> None:
+    assert pool.run(initialised_under_an_alias) == [True, True]

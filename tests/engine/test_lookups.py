@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.lookups import SharedTable, adds_in_place
 
@@ -23,12 +24,13 @@ class Tied:
         self.param = nn.Parameter(torch.randn(ROWS, WIDTH))
         self.padding = padding
         self.openings = types.SimpleNamespace(num_opened=0)
-        self.table = None if is_plain else SharedTable(self.param, self.openings)
+        self.table = None if is_plain else SharedTable(self.openings, lambda: None)
         self.was_in_place: list[bool] = []
         self._sum: torch.Tensor | None = None
         if self.table is not None:
             self.node = torch.autograd.graph.get_gradient_edge(self.param).node
             self.node.register_prehook(self._arrive)
+            self.table.node_id = id(self.node)
 
     def _arrive(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         before = None if grads[0] is None else grads[0].data_ptr()
@@ -108,6 +110,32 @@ def two_look_ups(tied: Tied) -> list[torch.Tensor]:
     source, target = tied.look_up(torch.randint(ROWS, (2, 6))), tied.look_up(torch.randint(ROWS, (2, 6)))
     tied.head(source.tanh() * target).square().sum().backward()
     return [tied.grad]
+
+
+def one_graph_dropped(tied: Tied) -> list[torch.Tensor]:
+    """The first look-up's graph is dropped, but a head that was used in between is not."""
+    torch.manual_seed(9)
+    x = torch.tanh(tied.look_up(torch.randint(ROWS, (4,))))
+    first = tied.head(x.detach()).square().sum()
+    x = torch.tanh(tied.look_up(torch.randint(ROWS, (4,))))
+    (first + tied.head(x).square().sum()).backward()
+    return [tied.grad]
+
+
+def checkpointed(tied: Tied) -> list[torch.Tensor]:
+    """Reading what a node has saved would run the call again here."""
+    torch.manual_seed(10)
+    calls = []
+
+    def body(indices: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return tied.look_up(indices) * torch.rand(6, WIDTH)
+
+    x = checkpoint(body, torch.randint(ROWS, (6,)), use_reentrant=False, preserve_rng_state=False)
+    assert len(calls) == 1
+    after = torch.rand(1)
+    tied.head(x).square().sum().backward()
+    return [after]
 
 
 def head_before(tied: Tied) -> list[torch.Tensor]:
@@ -196,7 +224,7 @@ def raised_in_between(tied: Tied) -> list[torch.Tensor]:
     with pytest.raises(ValueError, match="fails"):
         (rows.sum() + Fails.apply(other * 2)).backward()
     if tied.table is not None:
-        tied.table.begin_afresh()
+        tied.table.abandon()
     tied.clear()
     return one_backward(tied)
 
@@ -209,6 +237,8 @@ USES = [
     step_by_step,
     two_look_ups,
     head_before,
+    one_graph_dropped,
+    checkpointed,
     look_ups_alone,
     head_alone,
     retained,

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.lookups import SharedTable
 from shardwise.errors import ModelError
 from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
@@ -40,8 +41,13 @@ class ArrivalListener(Protocol):
 class Arrivals:
     """Hooks all parameters, frozen ones too, because they may be unfrozen later."""
 
-    def __init__(self, units: Sequence[Unit], listener: ArrivalListener, tables: Mapping[int, SharedTable]) -> None:
-        """`tables`: by Unit, tables whose gradient is put together here."""
+    def __init__(
+        self, units: Sequence[Unit], listener: ArrivalListener, tables: Mapping[int, SharedTable], accumulated: Accumulated
+    ) -> None:
+        """`tables`: by Unit, tables whose gradient is put together here. While `accumulated` is open the listener is told of
+        every single gradient.
+        """
+        self._accumulated = accumulated
         self._units = units
         self._listener = listener
         # A parameter holds its AccumulateGrad node weakly: without this reference a new node without the hook would replace it.
@@ -61,7 +67,9 @@ class Arrivals:
             if is_frozen:
                 torch.Tensor.requires_grad_(param, False)
         table, arrived = self._tables.get(unit.index), self._arrived[unit.index]
-        node.register_prehook(_Arrival(self._listener, unit, slot, table, arrived))
+        if table is not None:
+            table.node_id = id(node)
+        node.register_prehook(_Arrival(self._listener, unit, slot, table, arrived, self._accumulated))
         self._nodes[unit.index, slot] = node
 
     def take(self, index: int) -> list[Arrived]:
@@ -91,48 +99,54 @@ class Arrivals:
                     self._arrived[unit.index].append(Arrived(slot, grad, grad._version))
 
 
-def expected(unit: Unit, arrived: Sequence[Arrived]) -> list[Arrived]:
-    """The gradients to use: not those of parameters that were frozen after the forward. Raises in unsupported cases."""
-    is_trained = REQUIRES_GRAD.__get__
+def check_expected(unit: Unit, arrived: Sequence[Arrived]) -> None:
+    """Raise if gradients of this Unit cannot be used."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = [entry for entry in arrived if is_trained(unit.params[entry.slot])]  # autograd would drop the others too
-        hooked = [entry.slot for entry in found if unit.params[entry.slot]._post_accumulate_grad_hooks]
+        hooked = [entry.slot for entry in arrived if unit.params[entry.slot]._post_accumulate_grad_hooks]
     for slot in hooked:
         raise ModelError(
             f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
             "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient "
             "on its way, or run.grad(name) after backward()."
         )
-    if found and not unit.is_trainable:
+    if arrived and not unit.is_trainable:
         raise ModelError(
-            f"parameter {unit.layout.slots[found[0].slot].name!r} was frozen when the model was sharded and was unfrozen after "
+            f"parameter {unit.layout.slots[arrived[0].slot].name!r} was frozen when the model was sharded and was unfrozen after "
             "this backward's forward pass had begun. Unfreeze it before the forward pass."
         )
-    return found
 
 
 class _Arrival:
     """The prehook of one parameter: autograd calls it with the gradient. It runs for every parameter, so it does little."""
 
-    __slots__ = ("_arrived", "_index", "_listener", "_num_params", "_param", "_slot", "_table")
+    __slots__ = ("_accumulated", "_arrived", "_index", "_listener", "_num_params", "_param", "_slot", "_table")
 
     def __init__(
-        self, listener: ArrivalListener, unit: Unit, slot: int, table: SharedTable | None, arrived: list[Arrived]
+        self,
+        listener: ArrivalListener,
+        unit: Unit,
+        slot: int,
+        table: SharedTable | None,
+        arrived: list[Arrived],
+        accumulated: Accumulated,
     ) -> None:
         self._listener = weakref.ref(listener)
         self._index, self._slot, self._param, self._num_params = unit.index, slot, unit.params[slot], len(unit.params)
-        self._table, self._arrived = table, arrived
+        self._table, self._arrived, self._accumulated = table, arrived, accumulated
 
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         listener = self._listener()
         if listener is not None:
             listener.begin_backward()
             grad = grads[0] if self._table is None else self._table.complete(grads)
-            if grad is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                is_trained = REQUIRES_GRAD.__get__(self._param)  # if it was frozen after the forward, autograd drops it too
+                is_hooked = self._param._post_accumulate_grad_hooks  # refused now, before autograd calls it
+            if grad is not None and is_trained:
+                # Detached: with create_graph=True this list would hold the graph, which holds this hook.
+                grad = grad.detach() if grad.requires_grad else grad
                 self._arrived.append(Arrived(self._slot, grad, grad._version))
-                with torch._C.DisableTorchFunctionSubclass():
-                    is_hooked = self._param._post_accumulate_grad_hooks  # refused now, before autograd calls it
-                if is_hooked or len(self._arrived) == self._num_params:
+                if is_hooked or len(self._arrived) == self._num_params or self._accumulated.is_open:
                     listener.arrive(self._index)
         return _NOTHING
 

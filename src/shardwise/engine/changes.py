@@ -79,6 +79,7 @@ class Changes:
         for unit in units:
             with self._offload.on_device(unit, keeps_changes=True):
                 write_back(unit)
+            unit.outdate_views()
             unit.writes.note()
             self._gathering.use(unit).is_written = False
         self._transport.fence()

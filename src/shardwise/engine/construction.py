@@ -215,9 +215,10 @@ class Construction:
 
     def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
         """Initialise a parameter again: every rank makes the whole value and keeps its slice, so that nothing is gathered."""
-        if not self._is_open:
-            return False
         unit, place = handle.unit, handle.unit.layout.slots[handle.slot]
+        unit.discard_kept()
+        if not self._is_open or unit.keeps_memory:  # user code holds a view, which must show the new values
+            return False
         value = torch.empty_strided(place.shape, place.stride, dtype=unit.dtypes.stored, device=unit.blueprint.device)
         write(value)
         flat = flat_values(value, place.stride)

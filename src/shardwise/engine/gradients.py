@@ -17,7 +17,7 @@ from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.arrivals import Arrived
 from shardwise.engine.grad_home import GradHome
-from shardwise.engine.reduction import GradShard, LocalGrad
+from shardwise.engine.reduction import GradShard, LocalGrad, check_unchanged
 from shardwise.observe import EventLog
 from shardwise.partition import Unit, fill_buckets
 from shardwise.stages import Held, Stage
@@ -94,28 +94,21 @@ class Gradients:
     def arrive(self, unit: Unit, entries: Sequence[Arrived]) -> None:
         """Receive gradients of a Unit; start the buckets that are complete and next in order."""
         index = unit.index
-        num_bytes = 0
+        arrived = self._arrived[index]
         for slot, grad, version in entries:
-            if grad.requires_grad:
-                grad = grad.detach()
-            arrived = self._arrived[index]
+            check_unchanged(unit.layout.slots[slot].name, grad, version)
             if self.accumulated.is_open:
                 self.accumulated.add(unit, slot, grad)
                 continue
             if slot in arrived:  # a nested backward contributes again: sum locally, as autograd does
                 grad = arrived[slot] + grad
-                version = grad._version
             elif (earlier := self.accumulated.take(index, slot)) is not None:
                 grad = earlier.add_(grad)
-                version = grad._version
             else:
-                num_bytes += grad.nbytes
+                self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
             arrived[slot] = grad
-            self._versions[index][slot] = version
-        self._ledger.reserve(self._tier, Kind.GRAD, num_bytes)
-        if self.accumulated.is_open:
-            return
-        if len(self._arrived[index]) == len(unit.params) and index not in self._launched:
+            self._versions[index][slot] = grad._version
+        if len(arrived) == len(unit.params) and index not in self._launched:
             self._completed[index] = None
             self._launch_ready()
 
@@ -259,9 +252,10 @@ class Gradients:
                 self._finish_oldest()
             except Exception as error:
                 failed = failed or error
+        num_bytes = sum(grad.nbytes for arrived in self._arrived.values() for grad in arrived.values())
         for arrived in self._arrived.values():
-            self._ledger.release(self._tier, Kind.GRAD, sum(grad.nbytes for grad in arrived.values()))
             arrived.clear()
+        self._ledger.release(self._tier, Kind.GRAD, num_bytes)
         self.accumulated.abandon()
         self._next_order = self._order
         self._reset()

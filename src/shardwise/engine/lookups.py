@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shardwise.engine.saved import has_foreign_hooks
 from shardwise.partition import Unit
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -52,8 +53,11 @@ class Openings(Protocol):
 class SharedTable:
     """A parameter that an `nn.Embedding` shares with other modules."""
 
-    def __init__(self, param: nn.Parameter, openings: Openings) -> None:
-        self._param = weakref.ref(param)
+    def __init__(self, openings: Openings, begin_backward: Callable[[], None]) -> None:
+        """`begin_backward` is called before rows are kept: it clears what a backward that raised has left."""
+        self.begin_backward = begin_backward
+        self.node_id = 0
+        """The AccumulateGrad node whose gradients come here. `p.set_()` gives a parameter another one."""
         self._openings = openings
         self._num_known = 0  # openings whose graphs are gone
         self._alive: list[weakref.ref[_LookupHook]] = []  # look-ups in graphs that may still run, oldest first
@@ -68,10 +72,9 @@ class SharedTable:
         if node.name() != "EmbeddingBackward0" or node._saved_scale_grad_by_freq or node._saved_sparse:  # type: ignore[attr-defined]
             return
         target = node.next_functions[0][0]
-        if target is None or getattr(target, "variable", None) is not self._param():
+        if target is None or id(target) != self.node_id or has_foreign_hooks():
             return
-        self._alive = [hook for hook in self._alive if hook() is not None]
-        if self._alive or self._openings.num_opened == self._num_known + 1:
+        if self._openings.num_opened == self._num_known + 1:
             hook = _LookupHook(self, target, node)
             self._alive.append(weakref.ref(hook))
             node.register_prehook(hook)
@@ -92,9 +95,13 @@ class SharedTable:
             self._num_known = self._openings.num_opened
 
     def begin_afresh(self) -> None:
-        """After a step, or a backward that raised: other graphs that have read the table are out of date."""
+        """After a step: other graphs that have read the table are out of date."""
         self._rows.clear()
         self._num_known = self._openings.num_opened
+
+    def abandon(self) -> None:
+        """A backward raised: drop what it has handed over."""
+        self._rows.clear()
 
     def complete(self, grads: Grads) -> torch.Tensor | None:
         """The table's whole gradient: what autograd has summed, and the rows that were handed over."""
@@ -117,9 +124,10 @@ class SharedTable:
 class Lookups:
     """The shared tables of one run, by Unit."""
 
-    def __init__(self, units: Sequence[Unit], openings: Sequence[Openings]) -> None:
+    def __init__(self, units: Sequence[Unit], openings: Sequence[Openings], listener: BackwardListener) -> None:
+        begin_backward = _Weakly(listener)
         covered = [unit for unit in units if unit.is_covered and IS_POSSIBLE]
-        self.tables = {unit.index: SharedTable(unit.params[0], openings[unit.index]) for unit in covered}
+        self.tables = {unit.index: SharedTable(openings[unit.index], begin_backward) for unit in covered}
 
     def watch(self, units: Sequence[Unit], output: object) -> None:
         """After a look-up's forward."""
@@ -128,9 +136,33 @@ class Lookups:
                 self.tables[unit.index].watch(output)
 
     def begin_afresh(self) -> None:
-        """After a step, or a backward that raised."""
+        """After a step."""
         for table in self.tables.values():
             table.begin_afresh()
+
+    def abandon(self) -> None:
+        """After a backward that raised."""
+        for table in self.tables.values():
+            table.abandon()
+
+
+class BackwardListener(Protocol):
+    """Is told that a backward runs: the runtime."""
+
+    def begin_backward(self) -> None:
+        """Note that a backward runs."""
+
+
+class _Weakly:
+    """Calls `begin_backward` of a listener that it does not keep alive, because graphs hold it."""
+
+    def __init__(self, listener: BackwardListener) -> None:
+        self._listener = weakref.ref(listener)
+
+    def __call__(self) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.begin_backward()
 
 
 class _Rows(NamedTuple):
@@ -169,6 +201,7 @@ class _LookupHook:
 
     def __call__(self, grads: Grads) -> Grads | None:
         assert _keeps_graph is not None
+        self._table.begin_backward()
         is_taken = grads[0] is not None and self._table.is_first(self) and self._is_wanted()
         if is_taken:
             assert grads[0] is not None

@@ -37,12 +37,7 @@ class LocalGrad:
     def check(self) -> None:
         """Raise if a gradient was changed in place after it arrived."""
         for slot, grad in self._grads.items():
-            if grad._version != self._versions[slot]:
-                raise ModelError(
-                    f"the gradient of parameter {self._layout.slots[slot].name!r} was changed in place after autograd had handed "
-                    "it over: a custom Function's backward, or a hook, changes a gradient that it shares with this parameter. "
-                    "Return a new tensor there instead (`grad * 2`, not `grad.mul_(2)`)."
-                )
+            check_unchanged(self._layout.slots[slot].name, grad, self._versions[slot])
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
         """Copy a range to `out`; it may span several parameters and padding."""
@@ -133,6 +128,16 @@ class GradShard:
                     target[at : at + numel].add_(total[at : at + numel])
                 else:
                     target[at : at + numel].copy_(total[at : at + numel])
+
+
+def check_unchanged(name: str, grad: torch.Tensor, version: int) -> None:
+    """Raise if a parameter's gradient was changed in place since it had this version."""
+    if grad._version != version:
+        raise ModelError(
+            f"the gradient of parameter {name!r} was changed in place after autograd had handed it over: a custom Function's "
+            "backward, or a hook, changes a gradient that it shares with this parameter. Return a new tensor there instead "
+            "(`grad * 2`, not `grad.mul_(2)`)."
+        )
 
 
 def _is_made_of_small(layout: Layout) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Transport, World
-from shardwise.engine.arrivals import Arrivals, EndOfBackward, expected, is_inside_autograd
+from shardwise.engine.arrivals import Arrivals, EndOfBackward, check_expected, is_inside_autograd
 from shardwise.engine.changes import Changes
 from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
@@ -75,8 +75,8 @@ class Runtime:
         self.changes = Changes(self.gathering, world, transport, offload)
         self.outside = Outside(self)
         self._buffers = buffers
-        self._lookups = Lookups(units, self.gathering.uses)
-        self._arrivals = Arrivals(units, self, self._lookups.tables)
+        self._lookups = Lookups(units, self.gathering.uses, self)
+        self._arrivals = Arrivals(units, self, self._lookups.tables, self.gradients.accumulated)
         self._thaw = thaw
         self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
         self._keeps_places = stage.params is Held.SHARD and not all(unit.is_overlaid for unit in units)
@@ -146,7 +146,7 @@ class Runtime:
             return  # `enter` raised for this call, and torch calls the forward hook anyway (always_call=True)
         frame = self._frames.pop()
         frame.stop_keeping_places()
-        if frame.is_root and torch.is_grad_enabled():
+        if (frame.is_root or not self._frames) and torch.is_grad_enabled():
             for tensor in tensors_in(output):  # ranks whose loss reaches no trainable parameter must take part in backward too
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self.begin_backward)
@@ -235,7 +235,8 @@ class Runtime:
     def arrive(self, index: int) -> None:
         """Receive the gradients of a Unit from autograd."""
         unit = self.units[index]
-        arrived = expected(unit, self._arrivals.take(index))
+        arrived = self._arrivals.take(index)
+        check_expected(unit, arrived)
         if arrived and self.needs_scaling and not self._is_scaled:
             raise OptimizerError(
                 "backward() was called on a loss that was not scaled, but this run stores parameters in fp16, where small "
@@ -300,7 +301,7 @@ class Runtime:
         was_in_backward, self.in_backward = self.in_backward, False
         self.gathering.settle()
         if was_in_backward:
-            self._lookups.begin_afresh()
+            self._lookups.abandon()
             self._arrivals.abandon()
             self.gradients.abandon()
         self._is_scaled = False

@@ -58,6 +58,12 @@ class _Passed(NamedTuple):
     value: Any
 
 
+def has_foreign_hooks() -> bool:
+    """Whether saved-tensor hooks of others are installed, whose unpacking may do more than return a tensor (checkpoints)."""
+    top: Hooks | None = None if _top is None else _top(False)
+    return top is not None and not (isinstance(top[0], _Pack) and top[0].is_outermost)
+
+
 class SavedPlaces:
     """Knows the addresses of all full vectors, and installs saved-tensor hooks on top of existing ones."""
 
@@ -155,6 +161,11 @@ class _Pack:
     def __init__(self, places: SavedPlaces, outer: Hooks | None) -> None:
         self.places = places
         self._outer = outer
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other hooks were installed before."""
+        return self._outer is None
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         try:

@@ -103,7 +103,8 @@ class _Freed(torch.Tensor):
             return first
         if name in REMEDIES:
             raise refusal(first, name)
-        if len(touched) == 1 and isinstance(first, FreedParameter) and is_overwrite(func, name):
+        is_target = first is (args[0] if args else kwargs.get("tensor"))
+        if is_target and len(touched) == 1 and isinstance(first, FreedParameter) and is_overwrite(func, name):
             handle = first._shardwise
             if handle.unit.owner.overwrite(handle, lambda new: func(*_swapped(args, first, new), **_swapped(kwargs, first, new))):
                 return first

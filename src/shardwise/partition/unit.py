@@ -384,4 +384,10 @@ class Unit:
             touched = self.params if slots is None else [self.params[slot] for slot in slots]
             if touched:
                 torch.autograd.graph.increment_version(touched)
+        self.outdate_views()
         self.writes.note()
+
+    def outdate_views(self) -> None:
+        """Make autograd notice that graphs which saved views of an overlay itself (`FreedView`s) are out of date."""
+        if self.is_overlaid:
+            torch.autograd.graph.increment_version(self.full)
