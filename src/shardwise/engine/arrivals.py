@@ -8,7 +8,7 @@ nodes hold.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.lookups import SharedTable
-from shardwise.errors import ModelError
 from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
 
 
@@ -44,9 +43,7 @@ class Arrivals:
     def __init__(
         self, units: Sequence[Unit], listener: ArrivalListener, tables: Mapping[int, SharedTable], accumulated: Accumulated
     ) -> None:
-        """`tables`: by Unit, tables whose gradient is put together here. While `accumulated` is open the listener is told of
-        every single gradient.
-        """
+        """`tables` by Unit, whose gradients are put together here. While `accumulated` is open no gradient waits for others."""
         self._accumulated = accumulated
         self._units = units
         self._listener = listener
@@ -99,23 +96,6 @@ class Arrivals:
                     self._arrived[unit.index].append(Arrived(slot, grad, grad._version))
 
 
-def check_expected(unit: Unit, arrived: Sequence[Arrived]) -> None:
-    """Raise if gradients of this Unit cannot be used."""
-    with torch._C.DisableTorchFunctionSubclass():
-        hooked = [entry.slot for entry in arrived if unit.params[entry.slot]._post_accumulate_grad_hooks]
-    for slot in hooked:
-        raise ModelError(
-            f"parameter {unit.layout.slots[slot].name!r} has a hook from register_post_accumulate_grad_hook(), which runs "
-            "before gradients are averaged over ranks and finds none in .grad. Use register_hook() to change a gradient "
-            "on its way, or run.grad(name) after backward()."
-        )
-    if arrived and not unit.is_trainable:
-        raise ModelError(
-            f"parameter {unit.layout.slots[arrived[0].slot].name!r} was frozen when the model was sharded and was unfrozen after "
-            "this backward's forward pass had begun. Unfreeze it before the forward pass."
-        )
-
-
 class _Arrival:
     """The prehook of one parameter: autograd calls it with the gradient. It runs for every parameter, so it does little."""
 
@@ -152,19 +132,3 @@ class _Arrival:
 
 
 _NOTHING = (None,)  # for autograd: there is no gradient to accumulate
-
-
-class EndOfBackward:
-    """The callback that autograd runs when a backward has ended; if the backward raises, autograd deletes it uncalled."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def __call__(self) -> None:
-        """The backward has ended."""
-        self._function()
-
-
-def is_inside_autograd() -> bool:
-    """Whether this thread is inside a backward, which includes hooks and recomputation."""
-    return torch._C._current_graph_task_id() != -1

@@ -17,7 +17,8 @@ from shardwise.comm import JoinedSink, JoinedSource, Transport, World
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.arrivals import Arrived
 from shardwise.engine.grad_home import GradHome
-from shardwise.engine.reduction import GradShard, LocalGrad, check_unchanged
+from shardwise.engine.reduction import GradShard, LocalGrad
+from shardwise.engine.refusals import check_unchanged
 from shardwise.observe import EventLog
 from shardwise.partition import Unit, fill_buckets
 from shardwise.stages import Held, Stage

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.engine.arrivals import is_inside_autograd
+from shardwise.engine.backward import is_inside_autograd
 from shardwise.engine.nested import map_tensors
 from shardwise.engine.window import Window
 from shardwise.errors import ShardwiseError

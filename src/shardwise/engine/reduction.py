@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from shardwise.errors import ModelError
+from shardwise.engine.refusals import check_unchanged
 from shardwise.native import library
 from shardwise.partition import Layout, Unit
 from shardwise.ticket import Ticket
@@ -128,16 +128,6 @@ class GradShard:
                     target[at : at + numel].add_(total[at : at + numel])
                 else:
                     target[at : at + numel].copy_(total[at : at + numel])
-
-
-def check_unchanged(name: str, grad: torch.Tensor, version: int) -> None:
-    """Raise if a parameter's gradient was changed in place since it had this version."""
-    if grad._version != version:
-        raise ModelError(
-            f"the gradient of parameter {name!r} was changed in place after autograd had handed it over: a custom Function's "
-            "backward, or a hook, changes a gradient that it shares with this parameter. Return a new tensor there instead "
-            "(`grad * 2`, not `grad.mul_(2)`)."
-        )
 
 
 def _is_made_of_small(layout: Layout) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import Transport, World
-from shardwise.engine.arrivals import Arrivals, EndOfBackward, check_expected, is_inside_autograd
+from shardwise.engine.arrivals import Arrivals
+from shardwise.engine.backward import EndOfBackward, is_inside_autograd
 from shardwise.engine.changes import Changes
 from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
@@ -28,6 +29,7 @@ from shardwise.engine.norms import Norms
 from shardwise.engine.offload import Offloading
 from shardwise.engine.outside import Outside
 from shardwise.engine.passage import Frame, Passage
+from shardwise.engine.refusals import check_expected
 from shardwise.engine.saved import Place, SavedPlaces
 from shardwise.engine.transforms import outside_transforms
 from shardwise.errors import LifecycleError, OptimizerError, ShardwiseError
@@ -236,7 +238,7 @@ class Runtime:
         """Receive the gradients of a Unit from autograd."""
         unit = self.units[index]
         arrived = self._arrivals.take(index)
-        check_expected(unit, arrived)
+        check_expected(unit, [entry.slot for entry in arrived])
         if arrived and self.needs_scaling and not self._is_scaled:
             raise OptimizerError(
                 "backward() was called on a loss that was not scaled, but this run stores parameters in fp16, where small "
