@@ -1,7 +1,7 @@
 """CPU ranks of one host: shards are in shared memory, and every rank reads the other ranks' shards directly.
 
-A full vector whose shards are whole pages is a mapping of the ranks' own shards: gathering it copies nothing. Other full
-vectors are filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and neither
+A full vector in the stored dtype is a mapping of the ranks' own shards: gathering it copies nothing. Other full vectors are
+filled by one-sided copies. Neither needs a handshake, because shards change only between two fences, and neither
 can hang when ranks take different branches. Reductions, and gathers of memory that is not shared, pass constant-size chunks
 through mailboxes on one Lane, in the order in which they were started. Where shards are on disk, gathers have their own
 mailboxes and Lane: every rank reads its own shard and passes it to the others. The first time ranks gather different Units they
