@@ -21,7 +21,7 @@ def loop(name: str, stage: int, transport: str, accumulate: int) -> ParityReport
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
     run = sharded(model, optimizers[0], stage=stage, transport=transport)
-    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=4, accumulate=accumulate)
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3, accumulate=accumulate)
     run.close()
     return report
 
