@@ -29,6 +29,6 @@ def loop(name: str, stage: int, transport: str, accumulate: int) -> ParityReport
 @pytest.mark.parametrize(("stage", "transport"), WAYS)
 @pytest.mark.parametrize("name", sorted(LOOPS))
 def test_loops_that_users_write(pool: RankPool, name: str, stage: int, transport: str) -> None:
-    for accumulate in (1, 2):
+    for accumulate in (1, 2) if stage == 3 else (2,):
         for report in pool.run(loop, name, stage, transport, accumulate):
             assert report.is_bitwise, f"{name}, stage {stage}, {transport}, accumulate {accumulate}: {report}"
