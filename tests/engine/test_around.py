@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from cases import rank, sharded
+from loops import HugeTied
 from shardwise.testing import RankPool, compare_with_plain
 
 Options = dict[str, Any]
@@ -590,35 +591,18 @@ def test_clipping_sees_gradients_that_were_changed_in_the_optimizer() -> None:
 # -- graphs and gradients -----------------------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """A table in a Unit of its own, looked up and used as a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.emb = nn.Embedding(6000, 48)
-        self.blocks = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
-        self.head = nn.Linear(48, 6000, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.emb(tokens)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).logsumexp(-1).mean()
-
-
 def set_table(transport: str) -> bool:
     """`set_` gives a parameter a new node in autograd's graph."""
-    model = Tied()
+    torch.manual_seed(0)
+    model = HugeTied(False)
     plain = copy.deepcopy(model)
     opts = [torch.optim.SGD(m.parameters(), lr=0.25) for m in (model, plain)]
     run = sharded(model, opts[0], stage=3, transport=transport)
     new = torch.rand(6000, 48, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         with run.gathered():
-            model.emb.weight.set_(new.clone())
-        plain.emb.weight.copy_(new)
+            model.table.weight.set_(new.clone())
+        plain.table.weight.copy_(new)
     reference = sw.testing.PlainTrainer(plain, opts[1], run.config.precision)
     for number in range(3):
         tokens = torch.randint(0, 6000, (2, 5), generator=torch.Generator().manual_seed(2 * number + rank()))
@@ -637,25 +621,13 @@ def test_a_tied_table_that_was_set(pool: RankPool, transport: str) -> None:
     assert pool.run(set_table, transport) == [True, True]
 
 
-class Doubles(torch.autograd.Function):
-    """Changes, in place, a gradient that others have been given too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.mul_(2)
-
-
 class TwoBiases(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
 
     def forward(self) -> torch.Tensor:
-        return ((self.one + Doubles.apply(self.other.clone())) * torch.arange(4.0)).sum()
+        return ((self.one + InPlaceGrad.apply(self.other.clone())) * torch.arange(4.0)).sum()
 
 
 def shared_while_accumulating() -> str:
