@@ -210,6 +210,8 @@ class FreedParameter(_Freed, ShardedParameter):
             or value.device != self.device
         ):
             raise refusal(self, "setting .data")
+        if unit.is_overlaid and unit.writes.is_held(slot, is_shown=True):  # a graph, which reads the overlay in backward
+            raise refusal(self, "setting .data while a graph needs the old values")
         with torch.no_grad():
             torch.Tensor.copy_(self, value)
         unit.rebind(slot)

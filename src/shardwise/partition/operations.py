@@ -86,6 +86,7 @@ CASTS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "
 OVERWRITES = frozenset({"copy_", "fill_", "normal_", "uniform_", "zero_"})
 """Operations that give a tensor new values whatever its old ones were; so do all of `torch.nn.init`."""
 REMEDIES = {
+    "setting .data while a graph needs the old values": "Assign before the forward pass, or after its backward.",
     "deepcopy": "A copy needs the whole model's memory: make it inside `with run.gathered():`, on every rank.",
     "pickle": "Save `run.full_state_dict()` instead: it is collected Unit by Unit, and its tensors are ordinary ones.",
     "share_memory_": "Shards are in shared memory already where ranks share a host; share tensors of your own instead.",

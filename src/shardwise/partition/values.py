@@ -98,6 +98,11 @@ def _check_replacement(unit: Unit, slot: int, data: torch.Tensor, view: torch.Te
             f"{what} was given other values by an assignment to .data while its old ones are still held through a `.data` taken "
             "before; they would be overwritten now. Keep a copy instead (`.data.clone()`), or put the old values back first."
         )
+    if unit.is_overlaid and unit.writes.is_held(slot, is_shown=False):  # the graph would read the new values
+        raise ModelError(
+            f"{what} was given other values by an assignment to .data after the forward pass had used it, and the graph still "
+            "needs the old ones; they would be overwritten now. Assign before the parameter is used, or after the backward."
+        )
 
 
 def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -61,6 +61,12 @@ class Writes:
                 return True
         return False
 
+    def is_held(self, slot: int, *, is_shown: bool) -> bool:
+        """Whether anything but the Unit and (`is_shown`) the parameter uses one parameter's memory, such as a graph."""
+        if not self._views or _num_uses is None:
+            return False
+        return _num_uses(self._views[slot].untyped_storage()._cdata) > self._base_uses[slot] + is_shown
+
     def note(self) -> None:
         """Record that the shards hold the gathered values as they are now."""
         self._has_alias = self._is_always_full and any(len(aliases) > 0 for aliases in self._aliases.values())
