@@ -21,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ranks import free_port, rank_environment
 
 
@@ -81,6 +79,8 @@ def show_times(times: dict[str, list[list[float]]], rounds: int) -> None:
 
 def timed(build: Callable[[], Any], shard: Callable[[Any], Any]) -> list[float]:
     """Seconds of building and of sharding, and CPU seconds of both."""
+    import torch
+
     torch.manual_seed(0)
     torch.distributed.barrier()
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -93,6 +93,7 @@ def timed(build: Callable[[], Any], shard: Callable[[Any], Any]) -> list[float]:
 
 
 def work(args: argparse.Namespace) -> None:
+    import torch
     import transformers
 
     import shardwise as sw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import shared, transports
+from shardwise.engine import assembly
 from shardwise.testing import ParityReport, compare_with_plain
 from shardwise.testing.models import GPT, Branchy, ConvNet, FrozenBase, GPTConfig, LSTMModel, UnevenMLP
 
@@ -141,7 +143,7 @@ class ByHost:
 
 def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:
     """A sharded model and its plain replica: (run, model, optimizer, plain, plain optimizer)."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     model = CASES[name].build()
     plain = copy.deepcopy(model)
     if optimizer == "groups":
@@ -153,12 +155,19 @@ def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any
     return sharded(model, opts[0], **options), model, opts[0], plain, opts[1]
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any) -> sw.Run:
-    """`sw.shard`, and one more transport: "copied" is shared memory where gathers copy, as without the kernel's page records."""
-    if options.get("transport") != "copied":
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, joins: bool = True, **options: Any) -> sw.Run:
+    """`sw.shard`, and two things more.
+
+    The transport "copied" is shared memory where gathers copy, as without the kernel's page records. Without `joins` small Units
+    stay apart below stage 3, as large ones do.
+    """
+    with contextlib.ExitStack() as stack:
+        if options.get("transport") == "copied":
+            stack.enter_context(Patched(shared, "can_tell_own_pages", lambda: False))
+            options["transport"] = "shared"
+        if not joins:
+            stack.enter_context(Patched(assembly, "join_small", lambda specs, _: specs))
         return sw.shard(model, optimizer, **options)
-    with Patched(shared, "can_tell_own_pages", lambda: False):
-        return sw.shard(model, optimizer, **{**options, "transport": "shared"})
 
 
 def _grouped(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from launching import run_program
+from launching import run_program, run_ranks, without_launcher
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PLACE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-LAUNCHER = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *PLACE)
-
-
-def run_script(path: Path, ranks: int, *args: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_program([sys.executable, *(LAUNCHER if ranks > 1 else ()), str(path), *args], env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+LAUNCHER = ("-m", "torch.distributed.run", *PLACE)
 
 
 def run_example(name: str, ranks: int, *args: str) -> str:
-    return run_script(EXAMPLES / name, ranks, *args)
+    code, shown = run_ranks([str(EXAMPLES / name), *args], ranks)
+    assert code == 0, shown
+    return shown
 
 
-def test_the_readmes_quickstart(tmp_path: Path) -> None:
+def under_torchrun(argv: Sequence[str], ranks: int) -> tuple[int, str]:
+    env = without_launcher() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = run_program([sys.executable, *LAUNCHER, "--nproc-per-node", str(ranks), *argv], env=env)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("launch", [run_ranks, pytest.param(under_torchrun, marks=pytest.mark.slow)])
+def test_the_readmes_quickstart(tmp_path: Path, launch: Callable[[Sequence[str], int], tuple[int, str]]) -> None:
     block = re.search(r"```python\n(# train\.py\n.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
     assert block is not None
     script = tmp_path / "train.py"
     script.write_text(block[1])
-    shown = run_script(script, 2)
-    assert "stage 3, rank 0 of 2" in shown and "transport shared memory" in shown
+    code, shown = launch([str(script)], 2)
+    assert code == 0 and "stage 3, rank 0 of 2" in shown and "transport shared memory" in shown, shown
 
 
 def test_every_example_is_tested() -> None:
@@ -42,7 +43,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), pytest.param(2, "shared memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "alone"), (2, "shared memory")])
 def test_plain_loop(ranks: int, transport: str) -> None:
     found = re.search(r"transport (.+): loss (\S+) -> (\S+)", run_example("plain_loop.py", ranks))
     assert found is not None

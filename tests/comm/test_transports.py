@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, ByHost, Patched, as_hosts, build
-from launching import finish
+from launching import Forked, finish, without_launcher
 from shardwise.comm import segment
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
@@ -271,9 +273,9 @@ def _can_make_namespaces() -> bool:
     return made
 
 
-@pytest.mark.skipif(not _can_make_namespaces(), reason="making network namespaces needs root and iproute2")
-def test_two_by_two_ranks_across_network_namespaces() -> None:
-    """Two namespaces as hosts, joined by a pair of virtual links; torchrun's own rendezvous; two ranks in each."""
+@contextlib.contextmanager
+def two_networks() -> Iterator[tuple[list[str], list[str]]]:
+    """Two network namespaces as hosts 10.213.7.1 and 10.213.7.2, joined by a pair of virtual links: their names, the links'."""
     tag = uuid.uuid4().hex[:6]
     spaces, links = [f"swa{tag}", f"swb{tag}"], [f"sl0{tag}", f"sl1{tag}"]
     try:
@@ -284,26 +286,56 @@ def test_two_by_two_ranks_across_network_namespaces() -> None:
             _run("ip", "-n", space, "addr", "add", f"10.213.7.{number + 1}/24", "dev", link)
             _run("ip", "-n", space, "link", "set", link, "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
-        processes = [
-            torchrun(
-                "--nnodes=2",
-                "--nproc-per-node=2",
-                f"--node-rank={number}",
-                "--rdzv-backend=c10d",
-                "--rdzv-endpoint=10.213.7.1:29477",
-                f"--rdzv-conf=is_host={int(number == 0)}",
-                f"--rdzv-id={tag}",
-                f"--local-addr=10.213.7.{number + 1}",
-                str(WORKER),
-                "parity",
-                env={"GLOO_SOCKET_IFNAME": link},
-                prefix=("ip", "netns", "exec", space),
-            )
-            for number, (space, link) in enumerate(zip(spaces, links, strict=True))
-        ]
-        outs = [finish(process).stdout for process in processes]
-        for rank in range(4):
-            assert any(f"rank {rank}: combined" in out and f"rank {rank}: equal to the last bit" in out for out in outs), outs
+        yield spaces, links
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
+def forked_ranks(spaces: list[str], links: list[str], directory: Path) -> str:
+    """Two ranks in each namespace, with the variables that torchrun sets."""
+    out = directory / "out"
+    shared = {"MASTER_ADDR": "10.213.7.1", "MASTER_PORT": "29477", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        Forked(
+            [str(WORKER), "parity"],
+            out=out,
+            env=without_launcher()
+            | {"GLOO_SOCKET_IFNAME": links[rank // 2], "RANK": str(rank), "LOCAL_RANK": str(rank % 2), **shared},
+            network=spaces[rank // 2],
+        )
+        for rank in range(4)
+    ]
+    assert [rank.finish() for rank in ranks] == [0] * 4, out.read_text()
+    return out.read_text()
+
+
+def ranks_of_torchrun(spaces: list[str], links: list[str], directory: Path) -> str:
+    """The same started by torchrun, with its own rendezvous."""
+    processes = [
+        torchrun(
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            f"--node-rank={number}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=10.213.7.1:29477",
+            f"--rdzv-conf=is_host={int(number == 0)}",
+            f"--rdzv-id={spaces[0]}",
+            f"--local-addr=10.213.7.{number + 1}",
+            str(WORKER),
+            "parity",
+            env={"GLOO_SOCKET_IFNAME": link},
+            prefix=("ip", "netns", "exec", space),
+        )
+        for number, (space, link) in enumerate(zip(spaces, links, strict=True))
+    ]
+    return "".join([finish(process).stdout for process in processes])
+
+
+@pytest.mark.skipif(not _can_make_namespaces(), reason="making network namespaces needs root and iproute2")
+@pytest.mark.parametrize("launch", [forked_ranks, pytest.param(ranks_of_torchrun, marks=pytest.mark.slow)])
+def test_two_by_two_ranks_across_network_namespaces(tmp_path: Path, launch: Callable[[list[str], list[str], Path], str]) -> None:
+    with two_networks() as (spaces, links):
+        shown = launch(spaces, links, tmp_path)
+    for rank in range(4):
+        assert f"rank {rank}: combined" in shown and f"rank {rank}: equal to the last bit" in shown, shown

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import shardwise as sw
-from cases import CASES
+from cases import CASES, sharded
 from launching import run_program
 from shardwise.errors import FreedParameterError, RanksDifferError
 from shardwise.partition import FreedParameter
@@ -221,7 +221,7 @@ def split_owner(stage: int) -> Any:
     with sw.sharded_init():
         model = SplitOwner()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=stage)
+    run = sharded(model, optimizers[0], stage=stage, joins=False)
     assert "wide.weight" in run.units and len(run.units) == 4
     loss = lambda m, k: m(torch.full((2, 8), 0.1 * k + torch.distributed.get_rank()))  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=2)

@@ -191,8 +191,8 @@ def test_gathered_state_dict_loading_and_copying(pool: RankPool, stage: int, pre
         assert all(checks.values()), checks
 
 
-def events(stage: int, transport: str = "auto") -> list[tuple[str, str]]:
-    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, transport=transport)
+def events(stage: int, transport: str = "auto", *, joins: bool = True) -> list[tuple[str, str]]:
+    run, model, opt, _, _ = build("gpt", "adamw", stage=stage, transport=transport, joins=joins)
     for number in range(2):
         run.events.clear()
         CASES["gpt"].loss(model, number).backward()
@@ -223,9 +223,10 @@ def test_the_order_of_a_stage_3_step(pool: RankPool, transport: str) -> None:
 
 def test_stages_1_and_2_do_not_gather_in_the_step(pool: RankPool) -> None:
     for stage in (1, 2):
-        for found in pool.run(events, stage):
-            assert [kind for kind, _ in found if kind in ("gather", "free")] == []
-            assert [name for kind, name in found if kind == "reduce"] == ["blocks.2", "blocks.1", "blocks.0", "root"]
+        for joins, units in ((False, ["blocks.2", "blocks.1", "blocks.0", "root"]), (True, ["root to blocks.2"])):
+            for found in pool.run(events, stage, joins=joins):
+                assert [kind for kind, _ in found if kind in ("gather", "free")] == []
+                assert [name for kind, name in found if kind == "reduce"] == units
 
 
 def several_models() -> bool:

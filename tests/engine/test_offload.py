@@ -8,9 +8,7 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +22,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, build, parity
+from launching import Forked, run_program, without_launcher
 from shardwise import native
 from shardwise.errors import ConfigError, DiskError, MemoryBudgetError, OptimizerError
 from shardwise.observe import delays
@@ -689,43 +688,48 @@ for step in range(int(sys.argv[2])):
 """
 
 
-def start(path: Path, steps: int, **variables: str) -> subprocess.Popen[str]:
-    env = {**{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}, **variables}
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(VICTIM), str(path), str(steps)], stdout=subprocess.PIPE, text=True, env=env
-    )
+def start(directory: Path, steps: int) -> Forked:
+    """Start VICTIM with its states in `directory`, its program and what it prints beside it."""
+    number = len(list(directory.parent.glob("*.out")))
+    script, out = directory.parent / "victim.py", directory.parent / f"{number}.out"
+    script.write_text(VICTIM)
+    out.touch()
+    return Forked([str(script), str(directory), str(steps)], out=out, env=without_launcher())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_was_killed_leaves_nothing_and_disturbs_nobody(tmp_path: Path, how: signal.Signals) -> None:
-    alone = start(tmp_path, 3)
-    expected, _ = alone.communicate(timeout=120)
-    victim, neighbour = start(tmp_path, 100_000), start(tmp_path, 3)
+    place = tmp_path / "place"
+    place.mkdir()
+    alone = start(place, 3)
+    assert alone.finish() == 0, alone.out.read_text()
+    expected = alone.out.read_text()
+    assert expected.count("\n") == 3
+    victim, neighbour = start(place, 100_000), start(place, 3)
     try:
-        assert victim.stdout is not None
-        assert victim.stdout.readline().startswith("0 ")
+        victim.wait_for_output("0 ")
         time.sleep(0.05)  # in the middle of some step
         victim.send_signal(how)
-        victim.wait(timeout=60)
-        assert victim.returncode == -how
-        seen, _ = neighbour.communicate(timeout=120)
-        assert seen == expected, "the live neighbour trained as if alone"
-        assert os.listdir(tmp_path) == []
-        after, _ = start(tmp_path, 3).communicate(timeout=120)
-        assert after == expected, "a new run on the same path is unaffected"
+        assert victim.finish(60) == -how
+        assert neighbour.finish() == 0
+        assert neighbour.out.read_text() == expected, "the live neighbour trained as if alone"
+        assert os.listdir(place) == []
+        after = start(place, 3)
+        assert after.finish() == 0
+        assert after.out.read_text() == expected, "a new run on the same path is unaffected"
     finally:
         for process in (victim, neighbour):
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.finish(0)
 
 
 def test_without_the_native_library_everything_works_and_gives_the_same_numbers(tmp_path: Path) -> None:
-    with_it, _ = start(tmp_path, 3).communicate(timeout=120)
-    without, _ = start(tmp_path, 3, SHARDWISE_NATIVE="0").communicate(timeout=120)
-    assert with_it == without and with_it.count("\n") == 3
+    place = tmp_path / "place"
+    place.mkdir()
+    with_it = start(place, 3)
+    env = {**without_launcher(), "SHARDWISE_NATIVE": "0"}
+    without = run_program([sys.executable, str(tmp_path / "victim.py"), str(place), "3"], env=env)
+    assert with_it.finish() == 0 and without.returncode == 0, without.stderr
+    assert with_it.out.read_text() == without.stdout and without.stdout.count("\n") == 3
 
 
 # -- ranks that use different Units -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 from cases import CASES
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
-from shardwise.partition import find_units
+from shardwise.partition import find_units, join_small
 from shardwise.testing.models import GPT, GPTBlock, GPTConfig
 
 BOUND = 256 << 20
@@ -67,7 +67,7 @@ def test_the_user_can_name_units() -> None:
     model = GPT(GPTConfig(vocabulary=67, context=16, layers=2, heads=2, hidden=24))
     assert list(names(model, GPTBlock)) == ["root", "blocks.0", "blocks.1"]
     assert "blocks.0.up" in names(model, (nn.Linear,))
-    assert list(names(model, lambda m: m is model)) == [""] or "root" in names(model, lambda m: m is model)
+    assert list(names(model, lambda m: m is model)) == ["root"]
     with pytest.raises(ConfigError, match=r"matches no module.*GPTBlock"):
         names(model, nn.LSTM)
 
@@ -78,6 +78,20 @@ def test_a_parameter_shared_by_blocks_belongs_to_their_ancestor() -> None:
     found = names(model)
     assert "0.0.weight" in found["root"]
     assert found["2"] == ["2.0.bias"]
+
+
+def test_small_neighbours_of_one_kind_are_joined() -> None:
+    blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(10))  # 256 KiB each
+    blocks[3].requires_grad_(False)
+    specs = find_units(nn.ModuleDict({"a": blocks}), None, BOUND)
+    assert [spec.name for spec in join_small(specs, 1)] == ["a.0 to a.2", "a.3", "a.4 to a.7", "a.8 to a.9"]
+    found = join_small(specs, 2)
+    assert [spec.name for spec in found] == ["a.0 to a.2", "a.3", "a.4 to a.9"]
+    assert [spec.is_trainable for spec in found] == [True, False, True]
+    assert [spec.module_path for spec in found] == ["a", "a.3", "a"]
+    assert [info.name for spec in found for info in spec.infos] == [info.name for spec in specs for info in spec.infos]
+    large = find_units(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))), None, BOUND)  # 1 MiB each
+    assert join_small(large, 1) == large
 
 
 def test_no_parameters_is_an_error() -> None:

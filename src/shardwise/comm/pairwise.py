@@ -6,20 +6,32 @@ Reductions use two sets of constant-size exchange buffers: while one set is bein
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.messages import Messages
-from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, copy_own, own_slice, sum_dtype
+from shardwise.comm.transport import (
+    READY,
+    Gather,
+    Reservation,
+    Sink,
+    Source,
+    Transport,
+    combined,
+    copy_own,
+    own_slice,
+    sum_dtype,
+)
 from shardwise.comm.watch import Operation
 from shardwise.comm.world import World
 from shardwise.observe import pause
 from shardwise.ticket import Lane, Ticket
 
 _GRAIN = 256  # chunk lengths are multiples of this many elements
+_MOST_RANKS_BY_MESSAGES = 8  # that agree by messages
 
 
 class _ExchangeSet:
@@ -43,11 +55,13 @@ class PairwiseTransport(Transport):
 
     name = "pairwise"
     gathers_ahead = True
+    joins_gathers = True
 
     def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
         super().__init__(world, timeout_s)
         self._gather_messages = Messages(world)
         self._reduce_messages = Messages(world)
+        self._meeting_messages = Messages(world)
         self._gather_lane = Lane("shardwise-gather", self.interrupt)
         self._lane = Lane("shardwise-reduce", self.interrupt)
         self._limit_bytes = exchange_bytes
@@ -78,18 +92,36 @@ class PairwiseTransport(Transport):
         self, operation: Operation, shard: torch.Tensor, full: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         is_narrow = full.dtype != shard.dtype
-        arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        works: list[tuple[Any, int]] = []
-        for peer in self.world.peers():
-            place = own_slice(self.world, full, peer)
-            landing = torch.empty_like(shard) if is_narrow else place
-            arrivals.append((landing, place))
-            works.append((self._gather_messages.receive(landing, peer, operation.tag), peer))
-            works.append((self._gather_messages.send(shard, peer, operation.tag), peer))
+        places = {peer: own_slice(self.world, full, peer) for peer in self.world.peers()}
+        landings = {peer: torch.empty_like(shard) if is_narrow else place for peer, place in places.items()}
+        works = _swap(self._gather_messages, shard, landings, operation.tag)
         copy_own(self.world, shard, full)
         pause("gather.wait")
         self.watch.wait_all(works, operation)
-        return arrivals
+        return [(landings[peer], place) for peer, place in places.items()]
+
+    def gather_together(self, gathers: Sequence[Gather]) -> list[Ticket]:
+        """Send all shards to a peer in one message."""
+        pause("gather.start")
+        for entry in gathers:
+            self._count_gather(entry.shard)
+        operation = self.watch.begin("prefetch", "gather", gathers[0].tag)
+        return [self._gather_lane.submit(lambda: self._exchange_together(operation, gathers))] * len(gathers)
+
+    def _exchange_together(self, operation: Operation, gathers: Sequence[Gather]) -> None:
+        with self.watch.during(operation):
+            parts = [entry.shard.view(torch.uint8) for entry in gathers]
+            joined = torch.cat(parts)
+            landings = {peer: torch.empty_like(joined) for peer in self.world.peers()}
+            works = _swap(self._gather_messages, joined, landings, operation.tag)
+            for entry in gathers:
+                copy_own(self.world, entry.shard, entry.full)
+            pause("gather.wait")
+            self.watch.wait_all(works, operation)
+            for peer, landing in landings.items():
+                for entry, part in zip(gathers, landing.split([len(part) for part in parts]), strict=True):
+                    # A copy of its own: `part` may begin where no element of the shard's dtype may.
+                    own_slice(self.world, entry.full, peer).copy_(part.clone().view(entry.shard.dtype))
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Exchange slices chunk by chunk on the reduce Lane; sums are formed in rank order."""
@@ -150,8 +182,16 @@ class PairwiseTransport(Transport):
         return max(-(-numel // _GRAIN) * _GRAIN, _GRAIN)
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Use gloo's all-reduce: the values are small."""
-        return combine_by_gloo(self, values, op)
+        """Exchange the values by messages. Every rank sends to every other one, so many ranks use gloo's all-reduce."""
+        if self.world.world_size > _MOST_RANKS_BY_MESSAGES:
+            return combine_by_gloo(self, values, op)
+        pause("combine")
+        operation = self.watch.begin("meeting", "combine")
+        rows = torch.empty(self.world.world_size, values.numel(), dtype=values.dtype)
+        rows[self.world.rank] = values
+        works = _swap(self._meeting_messages, values, {peer: rows[peer] for peer in self.world.peers()}, 0)
+        self.watch.wait_all(works, operation)
+        return combined(rows, op)
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Use gloo's broadcast."""
@@ -172,11 +212,18 @@ class PairwiseTransport(Transport):
         super().interrupt()
         self._gather_messages.interrupt()
         self._reduce_messages.interrupt()
+        self._meeting_messages.interrupt()
 
     def close(self) -> None:
         """End the Lanes."""
         self._gather_lane.close()
         self._lane.close()
+
+
+def _swap(messages: Messages, values: torch.Tensor, landings: Mapping[int, torch.Tensor], tag: int) -> list[tuple[Any, int]]:
+    """Start to send `values` to every peer and to receive what it sends into its landing; returns what to wait for."""
+    works = [(messages.receive(landing, peer, tag), peer) for peer, landing in landings.items()]
+    return works + [(messages.send(values, peer, tag), peer) for peer in landings]
 
 
 def combine_by_gloo(transport: Transport, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:

@@ -72,19 +72,13 @@ class SharedSegments:
 
     def _agree(self, attempt: Callable[[], _Answer]) -> list[_Answer]:
         """Run `attempt` on every rank; return all results, or raise on every rank if it failed on any."""
-        mine: tuple[_Answer | None, str | None]
-        try:
-            mine = attempt(), None
-        except OSError as error:
-            mine = None, f"{error}"
-        answers = self.host.gather_objects(mine)
-        problems = [problem for _, problem in answers if problem is not None]
-        if problems:
+        outcome = self.host.try_together(attempt, OSError)
+        for problem in outcome.problems.values():
             raise SharedMemoryError(
-                f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: {problems[0]}. "
+                f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: {problem}. "
                 "Use transport='pairwise'."
             )
-        return [answer for answer, _ in answers]
+        return [answer for answer in outcome.results if answer is not None]
 
     def _make(self) -> tuple[int, int]:
         """Make a file with all pages allocated, so that a lack of memory raises now and does not kill the process in a step."""

@@ -26,20 +26,22 @@ def make_transport(
     is_auto, reason = name == "auto", ""
     if is_auto:
         name, reason = _suitable(world)
-    problem = None
-    try:
+    made: list[tuple[Transport, list[torch.Tensor]]] = []
+
+    def make(name: str) -> None:
         transport = _build(name, world, exchange_bytes, timeout_s)
-        memory = transport.reserve(reservations)
-    except SharedMemoryError as error:
-        problem = error
+        made.append((transport, transport.reserve(reservations)))
+
     if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
-        texts = [text for text in world.gather_objects(None if problem is None else str(problem)) if text is not None]
-        if texts and not is_auto:
-            raise SharedMemoryError(texts[0])
-        if texts:
-            reason = f"no shared memory: {texts[0].partition('. ')[0]}"
-            transport = _build("pairwise", world, exchange_bytes, timeout_s)
-            memory = transport.reserve(reservations)
+        for problem in world.try_together(lambda: make(name), SharedMemoryError).problems.values():
+            if not is_auto:
+                raise SharedMemoryError(problem)
+            reason = f"no shared memory: {problem.partition('. ')[0]}"
+            make("pairwise")
+            break
+    else:
+        make(name)
+    transport, memory = made[-1]
     transport.reason = reason
     for entry in reservations:
         transport.watch.know(entry.tag, entry.name, entry.parameters)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import pickle
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,20 @@ class Axis(NamedTuple):
 
     rank: int
     size: int
+
+
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome(Generic[_Result]):
+    """What an attempt of all ranks came to."""
+
+    results: Sequence[_Result | None]
+    problems: Mapping[int, str]
+    """The texts of the errors, by rank; empty if all succeeded."""
+    problem: Exception | None
+    """This rank's own error."""
 
 
 class World:
@@ -113,6 +128,16 @@ class World:
         if self.world_size > 1:
             dist.broadcast(values, group_src=source, group=self.group)
         return values
+
+    def try_together(self, attempt: Callable[[], _Result], *errors: type[Exception]) -> Outcome[_Result]:
+        """Run `attempt` on every rank; no rank goes on before all know where it raised one of `errors`."""
+        result, problem = None, None
+        try:
+            result = attempt()
+        except errors as error:
+            problem = error
+        everyone = self.gather_objects((result, None if problem is None else str(problem)))
+        return Outcome([theirs for theirs, _ in everyone], {r: text for r, (_, text) in enumerate(everyone) if text}, problem)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only."""

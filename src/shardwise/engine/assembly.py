@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Reservation, World, make_transport
+from shardwise.comm import Reservation, Transport, World, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
@@ -30,12 +30,14 @@ from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
+    BUCKET_BYTES,
     Blueprint,
     ParamInfo,
     Unit,
     UnitSpec,
     find_units,
     flat_values,
+    join_small,
     list_params,
     make_layout,
     storage_stride,
@@ -63,6 +65,8 @@ def assemble(
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
+    if config.units is None and STAGES[config.stage].params is Held.FULL:
+        specs = join_small(specs, world.shard.size)
     _check_ranks_agree(world, config, infos, specs)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
@@ -76,7 +80,7 @@ def assemble(
         config.transport, world, [_reservation(unit) for unit in blueprints], config.exchange_bytes, config.timeout_s
     )
     offload.meet_peers(transport)
-    prefetch_bytes = _prefetch_bytes(config, blueprints, is_useful=transport.gathers_ahead or offload.offloads_params)
+    prefetch_bytes = _prefetch_bytes(config, blueprints, transport, offload)
     spare_pages = _spare_pages(world, blueprints, ledger) if prefetch_bytes else None
     answers = Answers()
     units: list[Unit] = []
@@ -125,12 +129,14 @@ def assemble(
     return runtime
 
 
-def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], *, is_useful: bool) -> int:
+def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], transport: Transport, offload: Offloading) -> int:
     """How many bytes may be gathered ahead of their use: 0 if all parameters stay full or gathers take no time."""
     sizes = [unit.full_bytes for unit in blueprints if not unit.is_always_full]
-    if not sizes or not is_useful:
+    if not sizes or not (transport.gathers_ahead or offload.offloads_params):
         return 0
-    return max(sizes) if config.prefetch_bytes is None else config.prefetch_bytes
+    if config.prefetch_bytes is not None:
+        return config.prefetch_bytes
+    return max(*sizes, min(sum(sizes), BUCKET_BYTES) if transport.joins_gathers else 0)
 
 
 def _spare_pages(world: World, blueprints: Sequence[Blueprint], ledger: Ledger) -> SparePages | None:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import Transport
+from shardwise.comm import Gather, Transport
 from shardwise.engine.offload import Offloading
 from shardwise.engine.saved import SavedPlaces
 from shardwise.engine.transforms import outside_transforms
 from shardwise.observe import EventLog, pause
-from shardwise.partition import Unit, UnitState, absorb
+from shardwise.partition import BUCKET_BYTES, Unit, UnitState, absorb
 from shardwise.schedule import Move, Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import SparePages
@@ -70,7 +70,11 @@ class Gathering:
         self._stall_s = 0.0
         self._step_began = self._events.now()
         self._moves = [Move(unit.index, offload.source_of(unit), "full", unit.full_bytes) for unit in units]
-        self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop) if prefetch_bytes else None
+        self._batch: list[Gather] = []  # gathers to start together
+        self.runner: Runner | None = None
+        if prefetch_bytes:
+            batch_bytes = BUCKET_BYTES if transport.joins_gathers else 0
+            self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop, batch_bytes)
 
     def use(self, unit: Unit) -> Use:
         """The record of a Unit."""
@@ -96,7 +100,7 @@ class Gathering:
         if self.runner is not None:
             self.runner.use(self._moves[index])
         if index not in self._tickets:
-            self._start(unit)
+            self._start_with_others(unit)
         ticket = self._tickets.pop(index)
         try:
             pause("gather.wait")
@@ -114,7 +118,7 @@ class Gathering:
         self._events.emit_span("gather", unit.name, ticket.span, "gather")
         if self.runner is not None:
             self._stall_s += self._events.now() - begin
-            self.runner.pump()
+            self._pump(self.runner)
 
     def _start(self, unit: Unit) -> None:
         begin = self._events.now()
@@ -130,12 +134,52 @@ class Gathering:
         self._tickets[unit.index] = ticket
         self._events.emit("gather", unit.name, since=begin)
 
+    def _start_with_others(self, unit: Unit) -> None:
+        if self.runner is not None and self._shares_messages(unit):
+            self._add_to_batch(unit)
+            self._pump(self.runner)
+        else:
+            self._start(unit)
+
+    def _pump(self, runner: Runner) -> None:
+        """Start the gathers that may start early, small ones together."""
+        try:
+            runner.pump()
+        finally:
+            if self._batch:
+                self._start_batch()
+
     def _start_early(self, move: Move) -> bool:
         unit = self.units[move.what]
         if unit.state is not UnitState.SHARDED:
             return False
-        self._start(unit)
+        if self._shares_messages(unit):
+            self._add_to_batch(unit)
+        else:
+            self._start(unit)
         return True
+
+    def _shares_messages(self, unit: Unit) -> bool:
+        """Whether its gather may be started in one message with others."""
+        return self._transport.joins_gathers and unit.full_bytes <= BUCKET_BYTES and not unit.blueprint.offloads_shard
+
+    def _add_to_batch(self, unit: Unit) -> None:
+        full = unit.begin_gather()
+        self._batch.append(Gather(unit.index, unit.shard, full))
+
+    def _start_batch(self) -> None:
+        begin = self._events.now()
+        batch, self._batch = self._batch, []
+        try:
+            is_one = len(batch) == 1
+            tickets = [self._transport.gather(*batch[0])] if is_one else self._transport.gather_together(batch)
+        except BaseException:
+            for entry in batch:
+                self.units[entry.tag].cancel_gather()
+            raise
+        for entry, ticket in zip(batch, tickets, strict=True):
+            self._tickets[entry.tag] = ticket
+            self._events.emit("gather", self.units[entry.tag].name, since=begin)
 
     def is_under_way(self, unit: Unit) -> bool:
         """Whether a gather was started and not waited for."""
@@ -176,7 +220,7 @@ class Gathering:
         if unit.keeps_memory:
             self._kept[unit.index] = unit
         if self.runner is not None and not self._transport.watch.has_failed:
-            self.runner.pump()
+            self._pump(self.runner)
         if self._spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
             self._spare_pages.drop()
 

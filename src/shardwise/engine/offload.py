@@ -141,17 +141,11 @@ class Offloading:
                 yield name, Kind.MOMENT, self.asked.optimizer, torch.promote_types(dtype, region.dtype)
 
     def _agree(self, attempt: Callable[[], None]) -> None:
-        problem: Exception | None = None
-        try:
-            attempt()
-        except (OSError, MemoryBudgetError) as error:
-            problem = error
-        texts = self.world.gather_objects(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise DiskError(errno.EIO, f"rank {rank} cannot offload: {text}")
+        outcome = self.world.try_together(attempt, OSError, MemoryBudgetError)
+        if outcome.problem is not None:
+            raise outcome.problem
+        for rank, problem in outcome.problems.items():
+            raise DiskError(errno.EIO, f"rank {rank} cannot offload: {problem}")
 
     def take_over(self, units: Mapping[int, Unit], optimizer: torch.optim.Optimizer) -> StreamedStep | None:
         """Make this optimizer's streamed step if a state is offloaded or the native update can do it; else return None."""

@@ -1,11 +1,12 @@
 """Who owns which bytes?
 
-Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `list_params`,
-`UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`, `needs_own_master`,
-`fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory); `store`, `write_back`,
-`absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values in and out of a Unit); `UnitState`, `Handle`,
-`Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`, `name_of` (classes of
-parameters); `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `join_small`,
+`list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`,
+`needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory);
+`store`, `write_back`, `absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values in and out of a Unit);
+`UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`,
+`name_of` (classes of parameters); `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those
+classes).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays the same
 object, with the same shape and name, whether its Unit is gathered or freed.
@@ -18,7 +19,7 @@ from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
 from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
 from shardwise.partition.unit import Unit, UpdatePiece
-from shardwise.partition.units import ParamInfo, UnitSpec, find_units, list_params
+from shardwise.partition.units import ParamInfo, UnitSpec, find_units, join_small, list_params
 from shardwise.partition.values import (
     absorb,
     differs,
@@ -56,6 +57,7 @@ __all__ = [
     "fill_buckets",
     "find_units",
     "flat_values",
+    "join_small",
     "list_params",
     "make_layout",
     "name_of",

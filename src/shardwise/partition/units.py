@@ -2,19 +2,22 @@
 
 Repeated blocks in containers become Units. A parameter that several modules share is placed at their nearest common
 ancestor. A huge parameter outside the blocks gets its own Unit. All other parameters form a Unit at the model's root or, if
-that would be larger than `max_unit_bytes`, at its children.
+that would be larger than `max_unit_bytes`, at its children. Where parameters stay full, a Unit is only what is reduced and
+updated together, and small neighbours are joined.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
+from shardwise.partition.blueprint import fill_buckets
 
 HUGE_SHARE = 0.5
 """A parameter outside the blocks gets its own Unit if it is at least this fraction of the largest block ..."""
@@ -82,12 +85,30 @@ def find_units(model: nn.Module, rule: UnitRule | None, max_unit_bytes: int) -> 
     huge_bytes = max(HUGE_BYTES, int(largest * HUGE_SHARE)) if groups else HUGE_BYTES_WITHOUT_BLOCKS
     alone = [info for info in rest if info.num_bytes >= huge_bytes]
     rest = [info for info in rest if info.num_bytes < huge_bytes]
-    specs = [spec for path, group in groups.items() for spec in _split_by_type(path, path, group)]
+    specs = [spec for path, group in groups.items() for spec in _split_by_type(path or "root", path, group)]
     specs += [spec for info in alone for spec in _split_by_type(info.name, info.scope, [info])]
     for path, group in _place_rest(model, "", rest, max_unit_bytes):
         specs += _split_by_type(path or "root", path, group)
     order = {info.name: position for position, info in enumerate(infos)}
     return sorted(specs, key=lambda spec: order[spec.infos[0].name])
+
+
+def join_small(specs: Sequence[UnitSpec], num_shards: int) -> list[UnitSpec]:
+    """Join neighbouring Units of one dtype, all trainable or all frozen, as long as their shards fit into a bucket."""
+    shard_bytes = [sum(info.num_bytes for info in spec.infos) // num_shards for spec in specs]
+    kinds = [(spec.infos[0].param.dtype, spec.is_trainable) for spec in specs]
+    return [_joined([specs[at] for at in bucket]) for bucket in fill_buckets(shard_bytes, kinds)]
+
+
+def _joined(specs: Sequence[UnitSpec]) -> UnitSpec:
+    if len(specs) == 1:
+        return specs[0]
+    return UnitSpec(
+        name=f"{specs[0].name} to {specs[-1].name}",
+        module_path=_common_ancestor([spec.module_path for spec in specs]),
+        infos=tuple(info for spec in specs for info in spec.infos),
+        is_trainable=specs[0].is_trainable,
+    )
 
 
 def _blocks_by_rule(model: nn.Module, rule: UnitRule) -> set[str]:

@@ -122,7 +122,8 @@ class PlainTrainer:
         self.masters: dict[str, nn.Parameter] = {}
         self._held: dict[str, torch.Tensor] = {}  # accumulated mean gradients
         swap: dict[int, nn.Parameter] = {}
-        for name, param in model.named_parameters():
+        self._params = dict(model.named_parameters())
+        for name, param in self._params.items():
             rounds = self._stored is not None and self._stored != param.dtype
             if rounds and not param.requires_grad:  # a frozen parameter has no master, only a stored value
                 param.data.copy_(param.data.to(self._stored))
@@ -136,7 +137,7 @@ class PlainTrainer:
     def _round(self) -> None:
         """Copy the masters into the model, rounded as the run stores them."""
         with torch.no_grad():
-            for name, param in self.model.named_parameters():
+            for name, param in self._params.items():
                 if self.masters[name] is not param:
                     param.copy_(self.masters[name].to(self._stored))
 
@@ -148,18 +149,19 @@ class PlainTrainer:
         loss.backward()
         if not reduces:
             return
-        params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        params = {name: param for name, param in self._params.items() if param.requires_grad}
         local = {name: param.grad for name, param in params.items()}
-        for param in self.model.parameters():
+        for param in self._params.values():
             param.grad = None
         for name, mean in self._averages(params, local).items():
             self._held[name] = mean if name not in self._held else self._held[name] + mean
-        if self._broadcasts and _world_size() > 1:
-            for buffer in self.model.buffers():
-                values = buffer.detach().clone(memory_format=torch.contiguous_format)
-                dist.broadcast(values.view(-1).view(torch.uint8), 0)
-                with torch.no_grad():
-                    buffer.copy_(values)
+        if self._broadcasts and _world_size() > 1 and (buffers := list(self.model.buffers())):
+            values = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+            together = torch.cat(values)
+            dist.broadcast(together, 0)
+            with torch.no_grad():
+                for buffer, part in zip(buffers, together.split([len(value) for value in values]), strict=True):
+                    buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _averages(self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The mean over ranks of every gradient that any rank has; gradients of one dtype are sent together."""
@@ -202,6 +204,13 @@ class PlainTrainer:
         self._round()
 
 
+def _seed(number: int) -> None:
+    """`torch.manual_seed` for the devices in use: for the others it formats and keeps a stack trace each time (milliseconds)."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -242,9 +251,9 @@ def compare_with_plain(
         for step in range(steps):
             for micro in range(accumulate):
                 number = step * accumulate + micro
-                torch.manual_seed(seed + 1000 * number + rank)
+                _seed(seed + 1000 * number + rank)
                 loss = loss_of(model, number)
-                torch.manual_seed(seed + 1000 * number + rank)
+                _seed(seed + 1000 * number + rank)
                 expected = loss_of(plain, number)
                 comparison.add("loss", step, loss.detach(), expected.detach())
                 reduces = not sums_locally or micro == accumulate - 1
@@ -282,9 +291,11 @@ class _Comparison:
             self.add(f"gradient {name}", step, found, expected)
 
     def add(self, quantity: str, step: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+        self._elements += expected.numel()
+        if found.dtype == expected.dtype and torch.equal(found, expected):
+            return
         dtype = expected.dtype
         found, expected = found.double(), expected.double()
-        self._elements += expected.numel()
         if found.shape != expected.shape:
             self._worst[quantity] = Difference(f"{quantity} (shape)", step, float("inf"), float("inf"))
             return

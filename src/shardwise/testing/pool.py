@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOAD = ["torch", "shardwise.testing", "torch._dynamo"]
+"""Imported once, not once per rank. torch imports torch._dynamo at an optimizer's first step."""
+
 
 class RankError(RuntimeError):
     """At least one rank raised, ended or did not answer; the message says what happened on every rank."""
@@ -50,8 +53,7 @@ class RankPool:
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="shardwise-pool-"))
         context = multiprocessing.get_context("forkserver")
-        # Imported once, not once per rank. torch imports torch._dynamo at an optimizer's first step.
-        context.set_forkserver_preload(["torch", "shardwise.testing", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, str(self._directory), theirs), daemon=True)
