@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import shared, transports
-from shardwise.engine import assembly
 from shardwise.testing import ParityReport, compare_with_plain
 from shardwise.testing.models import GPT, Branchy, ConvNet, FrozenBase, GPTConfig, LSTMModel, UnevenMLP
 
@@ -155,19 +153,21 @@ def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any
     return sharded(model, opts[0], **options), model, opts[0], plain, opts[1]
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, joins: bool = True, **options: Any) -> sw.Run:
+JOINS = {"none": 0.0, "some": 0.67, "all": 1.0}
+"""How small Units are joined: up to this share of the model's bytes."""
+
+
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, joins: str = "none", **options: Any) -> sw.Run:
     """`sw.shard`, and two things more.
 
-    The transport "copied" is shared memory where gathers copy, as without the kernel's page records. Without `joins` small Units
-    stay apart below stage 3, as large ones do.
+    The transport "copied" is shared memory where gathers copy, as without the kernel's page records. By default small Units stay
+    apart, as large ones do; `joins` is one of JOINS.
     """
-    with contextlib.ExitStack() as stack:
-        if options.get("transport") == "copied":
-            stack.enter_context(Patched(shared, "can_tell_own_pages", lambda: False))
-            options["transport"] = "shared"
-        if not joins:
-            stack.enter_context(Patched(assembly, "join_small", lambda specs, _: specs))
+    options.setdefault("min_unit_bytes", int(JOINS[joins] * sum(p.numel() * p.element_size() for p in model.parameters())))
+    if options.get("transport") != "copied":
         return sw.shard(model, optimizer, **options)
+    with Patched(shared, "can_tell_own_pages", lambda: False):
+        return sw.shard(model, optimizer, **{**options, "transport": "shared"})
 
 
 def _grouped(model: nn.Module) -> torch.optim.Optimizer:

@@ -54,7 +54,7 @@ def script(number: int, seed: int, rank: int, directory: str) -> None:
     shared = random.Random(f"{seed} {number}")
     way, transport, offload = shared.choice(WAYS), shared.choice(TRANSPORTS), shared.choice(OFFLOADS)
     ending_rank = shared.choice((0, 1, None))  # one rank ends so, or both
-    stage = 3 if offload else shared.choice((1, 2, 3))
+    stage, min_unit_bytes = 3 if offload else shared.choice((1, 2, 3)), shared.choice((0, 1 << 20))
     if ending_rank not in (None, rank):
         way = "falls off the end"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -64,7 +64,8 @@ def script(number: int, seed: int, rank: int, directory: str) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=67, context=16, layers=3, heads=2, hidden=24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = sw.shard(model, optimizer, stage=stage, transport=transport, offload=offload, timeout_s=3.0)
+    options = {"transport": transport, "offload": offload, "min_unit_bytes": min_unit_bytes, "timeout_s": 3.0}
+    run = sw.shard(model, optimizer, stage=stage, **options)
     tokens = torch.randint(0, 67, (2, 10), generator=torch.Generator().manual_seed(number + rank))
     with delays(lambda edge: time.sleep(rng.random() * 0.02) if rng.random() < 0.3 else None):
         for step in range(2):

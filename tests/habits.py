@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from cases import sharded
 from shardwise.testing.parity import in_rank_order
 
 WHEN = ("before the first step", "inside forward", "between forward and backward", "between backward and step", "after the step")
@@ -731,20 +732,23 @@ class Cell:
     transport: str
     """'alone', 'shared' or 'pairwise'; the first has one rank, the others two."""
     precision: str
+    joins: str
+    """Whether small Units are joined, as by default, or apart, as large ones are: 'all' or 'none'."""
 
     @property
     def label(self) -> str:
-        return f"{self.habit} {self.when}, stage {self.stage}, {self.transport}, {self.precision}"
+        return f"{self.habit} {self.when}, stage {self.stage}, {self.transport}, {self.precision}, joins {self.joins}"
 
 
 def cells() -> list[Cell]:
     return [
-        Cell(name, when, stage, transport, precision)
+        Cell(name, when, stage, transport, precision, joins)
         for name, habit in HABITS.items()
         for when in habit.when
         for stage in range(4)
         for transport in ("alone", "shared", "pairwise")
         for precision in ("fp32", "bf16")
+        for joins in (("all", "none") if stage == 3 else ("all",))
     ]
 
 
@@ -798,7 +802,8 @@ def outcome(cell: Cell) -> str:
     ]
     precision = None if stored is None else sw.Precision(param=stored, compute=torch.float32)
     transport = "auto" if cell.transport == "alone" else cell.transport
-    run = sw.shard(model, optimizers[0], stage=cell.stage, precision=precision, transport=transport, timeout_s=20.0)
+    options = {"stage": cell.stage, "precision": precision, "transport": transport, "joins": cell.joins, "timeout_s": 20.0}
+    run = sharded(model, optimizers[0], **options)
     ours = Side(model, optimizers[0], run)
     frozen = frozenset(id(p) for p in plain.parameters() if not p.requires_grad)
     theirs = Side(plain, optimizers[1], None, masters=masters, stored=stored, frozen=frozen)

@@ -44,6 +44,7 @@ def model() -> nn.Module:
         ({"stage": 3, "units": ()}, r"units=\(\) must be"),
         ({"stage": 3, "units": nn.LSTM}, r"matches no module"),
         ({"stage": 3, "max_unit_bytes": 0}, r"max_unit_bytes=0"),
+        ({"stage": 3, "min_unit_bytes": -1}, r"min_unit_bytes=-1"),
         ({"stage": 3, "exchange_bytes": 1.5}, r"exchange_bytes=1.5"),
         ({"stage": 3, "timeout_s": 0}, r"timeout_s=0"),
         ({"stage": 3, "methods": "encode"}, r"no method 'encode'"),

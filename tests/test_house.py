@@ -96,8 +96,8 @@ def test_public_surface() -> None:
 
 def test_config_fields_are_pinned() -> None:
     assert [f.name for f in dataclasses.fields(ShardConfig)] == [
-        "stage", "precision", "units", "max_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods", "offload", "buffers",
-        "transport", "timeout_s",
+        "stage", "precision", "units", "max_unit_bytes", "min_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods",
+        "offload", "buffers", "transport", "timeout_s",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Precision)] == ["param", "compute", "reduce", "master", "loss_scale"]
     assert [f.name for f in dataclasses.fields(Offload)] == [

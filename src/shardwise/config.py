@@ -200,6 +200,8 @@ class ShardConfig:
     """Which modules are Units: a class, classes, or a predicate. None: found automatically."""
     max_unit_bytes: int = 256 << 20
     """A Unit larger than this is split, if its module has submodules to split it into."""
+    min_unit_bytes: int = 2 << 20
+    """Units that are found automatically are joined as long as they are not larger than this together. 0: never joined."""
     exchange_bytes: int = 24 << 20
     """Most bytes of all gradient exchange buffers together. They do not grow with the model."""
     prefetch_bytes: int | None = None
@@ -223,7 +225,7 @@ class ShardConfig:
                 f"stage={self.stage!r} is not a ZeRO stage; use 0 (replicate), 1 (optimizer states), "
                 "2 (and gradients) or 3 (and parameters)."
             )
-        for field, least in (("max_unit_bytes", 1), ("exchange_bytes", 4096)):
+        for field, least in (("max_unit_bytes", 1), ("min_unit_bytes", 0), ("exchange_bytes", 4096)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{field}={value!r} must be a whole number of at least {least} bytes.")

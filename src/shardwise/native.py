@@ -1,6 +1,6 @@
 """Which kernels were built? Loads the compiled library of `native/`, if there is one, with ctypes.
 
-Every caller must also work without it, through torch or Python, with the same results. Calls release the GIL.
+Every caller must also work without it, through torch or Python, with the same results. Calls release the GIL, except brief ones.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ _SIGNATURES = {
     "sw_io_drain": (None, [ctypes.c_void_p]),
     "sw_read_flat": (None, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p]),
     "sw_wait": (ctypes.c_int, [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3]),
+    "sw_wake": (None, [ctypes.c_void_p]),
     "sw_block_checksum": (ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "sw_adam": (
         None,
@@ -73,6 +74,7 @@ _SIGNATURES = {
     ),
     "sw_adam_width": (ctypes.c_int, [ctypes.c_int]),
 }
+_BRIEF = ("sw_wake",)  # calls that keep the GIL: requesting it again would take longer than the call
 _WIDTHS = ("scalar", "AVX2", "AVX-512")
 
 
@@ -83,7 +85,9 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("SHARDWISE_NATIVE") == "0" or not path.exists():
         return None
     try:
-        found = ctypes.CDLL(str(path))
+        found, brief = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        for name in _BRIEF:
+            setattr(found, name, getattr(brief, name))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardwise as sw
-from cases import CASES
+from cases import CASES, sharded
 from shardwise.comm import transports
 from shardwise.errors import TransportError
 
@@ -52,7 +51,7 @@ def _train(rank: int, directory: str, transport: str, how: str) -> None:
     torch.manual_seed(0)
     model = CASES["gpt"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sw.shard(model, optimizer, stage=3, transport=transport, timeout_s=LIMIT_S)
+    sharded(model, optimizer, stage=3, transport=transport, timeout_s=LIMIT_S)
     moment = Path(directory) / "moment"
     told = Path(directory) / f"told-{rank}"
     try:

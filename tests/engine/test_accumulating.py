@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from cases import CASES, OPTIMIZERS, build
+from cases import CASES, OPTIMIZERS, build, sharded
 from shardwise.errors import OptimizerError, ShardwiseError
 from shardwise.testing import RankPool, compare_with_plain
 from shardwise.tiers import Kind, Tier
@@ -101,7 +101,7 @@ def cost(accumulates: bool) -> tuple[int, int]:
     torch.manual_seed(0)
     model = CASES["paged-large"].build()
     opt = OPTIMIZERS["adamw"](model.parameters())
-    run = sw.shard(model, opt, stage=3)
+    run = sharded(model, opt, stage=3)
     for number in range(3):
         if accumulates and number < 2:
             with run.accumulating():
@@ -139,7 +139,7 @@ def interrupted(stage: int) -> str:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=stage, units=torch.nn.Linear)
+    run = sharded(model, opt, stage=stage, units=torch.nn.Linear)
 
     def loss(number: int) -> torch.Tensor:
         x = torch.ones(2, 8) * (number + 1)
@@ -177,7 +177,7 @@ def test_sums_are_kept_in_the_master_dtype() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=2, precision=sw.Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    run = sharded(model, opt, stage=2, precision=sw.Precision(param=torch.bfloat16, compute=torch.bfloat16))
     for number in range(64):
         loss = (model(torch.ones(1, 4, dtype=torch.bfloat16)) * 1.0).sum()
         if number < 63:
@@ -197,7 +197,7 @@ def test_sums_are_kept_in_the_master_dtype() -> None:
 def test_zeroed_sums_stay_zeros() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=1)
+    run = sharded(model, opt, stage=1)
     with run.accumulating():
         model["a"](torch.ones(1, 2)).sum().backward()
     opt.zero_grad(set_to_none=False)

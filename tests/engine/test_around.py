@@ -296,7 +296,7 @@ def test_a_buffer_over_a_parameters_memory_is_refused() -> None:
     model = nn.Linear(4, 4)
     model.register_buffer("shown", model.weight.data)
     with pytest.raises(sw.errors.ModelError, match=r"'shown'.*same memory"):
-        sw.shard(model, stage=1)
+        sharded(model, stage=1)
 
 
 def test_a_parameter_inside_a_long_buffer_is_found_behind_a_short_one() -> None:
@@ -306,7 +306,7 @@ def test_a_parameter_inside_a_long_buffer_is_found_behind_a_short_one() -> None:
     model.register_buffer("short", memory[10:20])
     model.weight = nn.Parameter(memory[50:60])
     with pytest.raises(sw.errors.ModelError, match=r"'long' and 'weight'.*same memory"):
-        sw.shard(model, stage=1)
+        sharded(model, stage=1)
 
 
 # -- tensors that only look like parameters -----------------------------------------------------------------------
@@ -483,7 +483,7 @@ def test_a_gradient_that_is_changed_afterwards(pool: RankPool, stage: int) -> No
 def shared_grad(stage: int) -> str:
     model = SharesGrad()
     plain = copy.deepcopy(model)
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     found = refused(lambda: model(torch.ones(3, 6)).backward())
     if found == "nothing":
         plain(torch.ones(3, 6)).backward()
@@ -507,7 +507,7 @@ def test_a_scaled_loss_without_gradients_leaves_nothing_scaled() -> None:
     model = small()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     precision = sw.Precision(param=torch.float16, compute=torch.float32, loss_scale=sw.LossScale())
-    run = sw.shard(model, opt, stage=2, precision=precision)
+    run = sharded(model, opt, stage=2, precision=precision)
     x = torch.ones(1, 6, requires_grad=True)
     torch.autograd.grad(run.scaler.scale(model(x).sum()), x)
     opt.step()
@@ -522,7 +522,7 @@ def test_an_optimizer_that_clips_only_large_norms_is_refused() -> None:
 
     model = small()
     with pytest.raises(sw.errors.OptimizerError, match="cannot be sharded"):
-        sw.shard(model, Clipping(model.parameters(), lr=0.1), stage=1)
+        sharded(model, Clipping(model.parameters(), lr=0.1), stage=1)
 
 
 def differing_in_gathered() -> tuple[str, bool]:
@@ -565,7 +565,7 @@ def test_a_parameter_with_two_nodes_keeps_both_gradients() -> None:
     plain = TwoNodes()
     torch.manual_seed(0)
     model = TwoNodes()
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
     plain(torch.ones(2, 8)).backward()
     model(torch.ones(2, 8)).backward()
     assert torch.equal(run.grad("weight"), plain.weight.grad)
@@ -577,7 +577,7 @@ def test_clipping_sees_gradients_that_were_changed_in_the_optimizer() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    run = sw.shard(model, opt, stage=0)
+    run = sharded(model, opt, stage=0)
     model(torch.randn(4, 8)).square().sum().backward()
     params = [p for group in opt.param_groups for p in group["params"]]
     for p in params:
@@ -632,7 +632,7 @@ class TwoBiases(nn.Module):
 
 def shared_while_accumulating() -> str:
     model = TwoBiases()
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2)
 
     def act() -> None:
         with run.accumulating():

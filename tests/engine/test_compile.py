@@ -10,8 +10,7 @@ import torch
 import torch._dynamo as dynamo
 from torch import nn
 
-import shardwise as sw
-from cases import CASES
+from cases import CASES, sharded
 from shardwise.testing import RankPool
 from shardwise.testing.parity import PlainTrainer
 
@@ -41,7 +40,7 @@ def compiled_training(stage: int, way: str, is_before: bool, backend: str, trans
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (model, plain)]
     called: Any = _compiled(model, way, backend) if is_before else model
-    run = sw.shard(model, optimizers[0], stage=stage, transport=transport)
+    run = sharded(model, optimizers[0], stage=stage, transport=transport)
     called = called if is_before else _compiled(model, way, backend)
     compiled_plain = _compiled(plain, way, backend)
     reference = PlainTrainer(plain, optimizers[1], run.config.precision)

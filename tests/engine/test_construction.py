@@ -66,7 +66,7 @@ def identical(kind: str, stage: int) -> dict[str, bool]:
     plain_again = make()
     checks["random state"] = bool(torch.equal(expected, torch.rand(3))) and plain_again is not None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    run = sw.shard(model, optimizer, stage=stage)
+    run = sharded(model, optimizer, stage=stage)
     state = run.full_state_dict(rank0_only=False)
     for name, value in plain.state_dict().items():
         checks[name] = torch.equal(state[name], value)
@@ -105,7 +105,7 @@ def trains(kind: str) -> Any:
     for m in (model, plain):
         m.eval()  # no dropout; transformers draws it from the global generator otherwise
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=3)
+    run = sharded(model, optimizers[0], stage=3)
 
     def loss(m: nn.Module, number: int) -> torch.Tensor:
         g = torch.Generator().manual_seed(number * 2 + torch.distributed.get_rank())
@@ -135,7 +135,7 @@ def touched_too_early() -> tuple[str, str]:
     with sw.sharded_init():
         other = CASES["mlp"].build()
     try:
-        sw.shard(other, stage=3)
+        sharded(other, stage=3)
         second = "accepted"
     except RanksDifferError as error:
         second = str(error)
@@ -157,7 +157,7 @@ def test_world_of_one_and_an_exception_inside() -> None:
     torch.manual_seed(0)
     with sw.sharded_init():
         model = CASES["gpt"].build()
-    run = sw.shard(model, stage=3)
+    run = sharded(model, stage=3)
     assert all(torch.equal(run.master(n), p) for n, p in plain.named_parameters())
 
 
@@ -188,7 +188,7 @@ def lost_write(through_data: bool) -> str:
             model = Momentum()
     except sw.ShardwiseError as error:
         return str(error)
-    run = sw.shard(model, stage=3)
+    run = sharded(model, stage=3)
     same = torch.equal(run.master("query.weight"), run.master("key.weight"))
     run.close()
     return "equal" if same else "lost silently"
@@ -221,7 +221,7 @@ def split_owner(stage: int) -> Any:
     with sw.sharded_init():
         model = SplitOwner()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
-    run = sharded(model, optimizers[0], stage=stage, joins=False)
+    run = sharded(model, optimizers[0], stage=stage)
     assert "wide.weight" in run.units and len(run.units) == 4
     loss = lambda m, k: m(torch.full((2, 8), 0.1 * k + torch.distributed.get_rank()))  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=2)
@@ -273,7 +273,7 @@ def built(name: str) -> bool:
     torch.manual_seed(0)
     with sw.sharded_init():
         model = BUILDS[name]()
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
     state, expected = run.full_state_dict(rank0_only=False), plain.state_dict()
     run.close()
     return list(state) == list(expected) and all(torch.equal(state[key], expected[key]) for key in expected)
@@ -292,7 +292,7 @@ def test_tying_through_data_is_refused_in_both_worlds() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data
     with pytest.raises(sw.errors.ModelError, match="over the same memory"):
-        sw.shard(model, stage=2)
+        sharded(model, stage=2)
 
 
 def adapted(stage: int) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def adapted(stage: int) -> dict[str, Any]:
     base.requires_grad_(False)
     model = adapt(base)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=stage)
+    run = sharded(model, optimizers[0], stage=stage)
     tokens = torch.arange(12).view(2, 6) + torch.distributed.get_rank()
     loss = lambda m, k: m(input_ids=tokens + k, labels=tokens + k).loss  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3)
@@ -335,7 +335,7 @@ def pretrained(path: str, dtype: str, offload: str | None) -> dict[str, bool]:
     with sw.sharded_init(offload=offload):
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
     found = {"partitioned": all(isinstance(p, FreedParameter) for p in model.parameters())}
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, offload=offload)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, offload=offload)
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         found["logits"] = torch.equal(model(tokens).logits, plain(tokens).logits)
@@ -402,7 +402,7 @@ def initialised_again(name: str) -> tuple[bool, bool, int]:
         model = build()
     counters = model[0].weight._shardwise.unit.owner.transport.counters
     num_gathers = counters.calls.get("gather", 0)
-    run = sw.shard(model, stage=3)
+    run = sharded(model, stage=3)
     values = run.full_state_dict(rank0_only=False)
     same = all(torch.equal(values[key], value) for key, value in plain.state_dict().items())
     run.close()
@@ -432,7 +432,7 @@ def copied_out() -> list[bool]:
             found.append(mine.copy_(model[0].weight) is mine)
             model[1].weight.data.copy_(model[0].weight)
     found.append(torch.equal(mine, plain[0].weight))
-    run = sw.shard(model, stage=3)
+    run = sharded(model, stage=3)
     values = run.full_state_dict(rank0_only=False)
     found += [torch.equal(values[name], plain[0].weight) for name in ("0.weight", "1.weight")]
     run.close()
@@ -453,7 +453,7 @@ def initialised_under_an_alias() -> bool:
                 layer.weight.add_(1.0)
         del alias
         nn.init.zeros_(model[0].weight)
-    run = sw.shard(model, stage=3)
+    run = sharded(model, stage=3)
     found = bool((run.full_state_dict(rank0_only=False)["0.weight"] == 0).all())
     run.close()
     return found

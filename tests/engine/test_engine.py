@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from cases import CASES, build, generator, parity, rank
+from cases import CASES, build, generator, parity, rank, sharded
 from loops import CalledTwice, Elsewhere, HugeTied, ParameterBranch, SharedInput, TiedAcrossCheckpoints, batch, tokens
 from shardwise.errors import StaleGraphError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
@@ -25,7 +25,7 @@ def tied_across_checkpoints(stage: int) -> ParityReport:
     model = TiedAcrossCheckpoints(True)
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=stage)
+    run = sharded(model, optimizers[0], stage=stage)
     loss = lambda m, k: m(batch(k, 4, 7).requires_grad_())  # noqa: E731
     report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss, steps=3)
     run.close()
@@ -44,7 +44,7 @@ def methods() -> bool:
     torch.manual_seed(0)
     model = Elsewhere()
     plain = copy.deepcopy(model)
-    run = sw.shard(model, stage=3, methods=("encode", "calls_forward"))
+    run = sharded(model, stage=3, methods=("encode", "calls_forward"))
     with torch.no_grad():  # a method that calls the model itself, as generate() does
         if not torch.equal(model.calls_forward(tokens(0)), plain.calls_forward(tokens(0))):
             return False
@@ -63,7 +63,7 @@ def exception_in_the_middle(stage: int, where: str) -> ParityReport:
     model = CASES["gpt"].build()
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=stage)
+    run = sharded(model, optimizers[0], stage=stage)
 
     class Stop(Exception):
         pass
@@ -191,7 +191,7 @@ def test_gathered_state_dict_loading_and_copying(pool: RankPool, stage: int, pre
         assert all(checks.values()), checks
 
 
-def events(stage: int, transport: str = "auto", *, joins: bool = True) -> list[tuple[str, str]]:
+def events(stage: int, transport: str = "auto", *, joins: str = "none") -> list[tuple[str, str]]:
     run, model, opt, _, _ = build("gpt", "adamw", stage=stage, transport=transport, joins=joins)
     for number in range(2):
         run.events.clear()
@@ -223,7 +223,7 @@ def test_the_order_of_a_stage_3_step(pool: RankPool, transport: str) -> None:
 
 def test_stages_1_and_2_do_not_gather_in_the_step(pool: RankPool) -> None:
     for stage in (1, 2):
-        for joins, units in ((False, ["blocks.2", "blocks.1", "blocks.0", "root"]), (True, ["root to blocks.2"])):
+        for joins, units in (("none", ["blocks.2", "blocks.1", "blocks.0", "root"]), ("all", ["root to blocks.2"])):
             for found in pool.run(events, stage, joins=joins):
                 assert [kind for kind, _ in found if kind in ("gather", "free")] == []
                 assert [name for kind, name in found if kind == "reduce"] == units
@@ -259,7 +259,7 @@ def test_inference_without_an_optimizer() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=40, context=8, layers=2, heads=2, hidden=16))
     plain = copy.deepcopy(model)
-    sw.shard(model, stage=3)
+    sharded(model, stage=3)
     tokens = torch.arange(8).reshape(1, 8)
     with torch.no_grad():
         assert torch.equal(model(tokens), plain(tokens))
@@ -311,7 +311,7 @@ def test_parity_function_itself_runs() -> None:
 
 def test_hooks_do_not_pile_up_on_an_input() -> None:
     model = ParameterBranch()
-    sw.shard(model, stage=3)
+    sharded(model, stage=3)
     x = torch.randn(6, 6, requires_grad=True)
     for _ in range(5):
         model(x)
@@ -323,7 +323,7 @@ def interrupted() -> ParityReport:
     model = CalledTwice()
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, optimizers[0], stage=3)
+    run = sharded(model, optimizers[0], stage=3)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -407,7 +407,7 @@ def gathered_at_once(model: nn.Module, backward: Callable[[], None], run: Any) -
 def test_backward_holds_one_block_at_a_time() -> None:
     model = SharedInput()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3)
     loss = model(torch.randn(3, 8))
     first = gathered_at_once(model, lambda: loss.backward(retain_graph=True), run)
     second = gathered_at_once(model, loss.backward, run)  # the same graph again
@@ -419,7 +419,7 @@ def test_a_backward_after_one_that_raised_is_not_lost() -> None:
     model = CalledTwice()
     plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3)
     x = torch.randn(3, 8)
 
     class Stop(Exception):
@@ -443,7 +443,7 @@ def test_a_load_that_raises_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
     model = CASES["gpt"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    run = sw.shard(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3)
     state = run.full_state_dict()
 
     def stop(*_: Any) -> None:
@@ -521,7 +521,7 @@ def test_gathered_that_fails_on_entry_and_a_forward_inside_it(monkeypatch: pytes
     torch.manual_seed(0)
     model = HugeTied(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3)
     gather = run.transport.gather
     calls = []
 

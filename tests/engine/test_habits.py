@@ -84,14 +84,14 @@ def test_the_whole_table_of_habits(pools: dict[str, RankPool]) -> None:
 _PREFACE = """# Habits
 
 What user code does around a training step, and what comes of it. Every cell was run by `tests/engine/test_habits.py` at stages
-0 to 3, on one rank, on two ranks over shared memory and over pairwise messages, with fp32 and with bf16 storage,
-against plain training: {cells} runs, of which {equal} gave the same losses, parameters, buffers and readings to the
-last bit and {refused} were refused with an error that names the remedy. Nothing else happened in any of them. `make
-test-slow` writes this page.
+0 to 3, on one rank, on two ranks over shared memory and over pairwise messages, with fp32 and with bf16 storage, at stage 3
+with small Units joined and apart, against plain training: {cells} runs, of which {equal} gave the same losses, parameters,
+buffers and readings to the last bit and {refused} were refused with an error that names the remedy. Nothing else happened in
+any of them. `make test-slow` writes this page.
 
 *equal*: the result of plain training (which may be the same error). *refused at ...*: a `ShardwiseError` at these
-stages, equal at the others; an asterisk means only in some of the runs at that stage (with 16-bit storage, or on more
-than one rank). A dash: not tried there.
+stages, equal at the others; an asterisk means only in some of the runs at that stage (with 16-bit storage, with joined Units, or
+on more than one rank). A dash: not tried there.
 
 With 16-bit storage a value that is written by hand is rounded to the stored dtype before the next forward; elements that are not
 changed keep the digits of their fp32 masters. Operations on a parameter outside forward gather its Unit at stage 3, run, and free
@@ -102,11 +102,12 @@ it: all ranks must do the same.
 def _document(found: dict[Cell, str]) -> str:
     counts = Counter(answer.partition(":")[0] for answer in found.values())
     refused: dict[tuple[str, str], set[int]] = defaultdict(set)
-    where: dict[tuple[str, str, int], set[str]] = defaultdict(set)
+    where: dict[tuple[str, str, int], set[Cell]] = defaultdict(set)
+    tried = Counter((cell.habit, cell.when, cell.stage) for cell in found)
     for cell, answer in found.items():
         if answer.startswith("refused"):
             refused[cell.habit, cell.when].add(cell.stage)
-            where[cell.habit, cell.when, cell.stage].add(f"{cell.transport} {cell.precision}")
+            where[cell.habit, cell.when, cell.stage].add(cell)
     head = f"| habit | {' | '.join(WHEN)} | why it is refused |"
     lines = [_PREFACE.format(cells=len(found), **counts), head, "|---" * (len(WHEN) + 2) + "|"]
     for name, habit in HABITS.items():
@@ -116,7 +117,7 @@ def _document(found: dict[Cell, str]) -> str:
                 row.append("-")
                 continue
             stages = sorted(refused[name, when])
-            marks = [f"{stage}{'' if len(where[name, when, stage]) == 6 else '*'}" for stage in stages]
+            marks = [f"{stage}{'' if len(where[name, when, stage]) == tried[name, when, stage] else '*'}" for stage in stages]
             row.append(f"refused at {', '.join(marks)}" if stages else "equal")
         why = habit.why if any(refused[name, when] for when in WHEN) else ""
         lines.append(f"| {name} | {' | '.join(row)} | {why} |")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from cases import CASES, build, parity
+from cases import CASES, build, parity, sharded
 from launching import Forked, run_program, without_launcher
 from shardwise import native
 from shardwise.errors import ConfigError, DiskError, MemoryBudgetError, OptimizerError
@@ -212,7 +212,7 @@ def test_the_rest_works_in_two_memories(pool: RankPool) -> None:
 def test_in_two_memories_what_is_away_is_updated_by_the_cpu_or_refused(place: dict[str, str]) -> None:
     model, optimizer = small()
     with mock.patch.object(mover_module, "are_apart", return_value=True), pytest.raises(ConfigError, match="optimizer='host'"):
-        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**place))
+        sharded(model, optimizer, stage=3, offload=sw.Offload(**place))
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
     optimizer.step()
 
@@ -314,7 +314,7 @@ def built_on_disk() -> tuple[bool, int, int]:
     offload = sw.Offload(**EVERYTHING)
     with sw.sharded_init(offload=offload):
         model = CASES["paged"].build()
-    run = sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3, offload=offload)
+    run = sharded(model, torch.optim.AdamW(model.parameters()), stage=3, offload=offload)
     found = run.full_state_dict(rank0_only=False)
     in_memory = run.ledger.now(Tier.HOST, Kind.PARAM)
     on_disk = run.ledger.now(Tier.DISK, Kind.PARAM)
@@ -382,7 +382,7 @@ def half_used() -> ParityReport:
     model, plain = HalfUsed(), HalfUsed()
     plain.load_state_dict(model.state_dict())
     opts = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
-    run = sw.shard(
+    run = sharded(
         model,
         opts[0],
         stage=3,
@@ -407,7 +407,7 @@ def test_parameters_that_only_some_ranks_use(pool: RankPool) -> None:
 
 def test_after_close_states_on_disk_are_gone_and_say_so(tmp_path: Path) -> None:
     model, optimizer = small()
-    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
+    run = sharded(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     for _ in range(2):
         model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -429,7 +429,7 @@ def two_models() -> bool:
         first, second = CASES["paged"].build(), CASES["paged"].build()
     torch.manual_seed(0)
     plain = [CASES["paged"].build() for _ in range(2)]
-    runs = [sw.shard(m, torch.optim.SGD(m.parameters(), lr=0.1), stage=3, offload=offload) for m in (first, second)]
+    runs = [sharded(m, torch.optim.SGD(m.parameters(), lr=0.1), stage=3, offload=offload) for m in (first, second)]
     found = [run.full_state_dict(rank0_only=False) for run in runs]
     for run in runs:
         run.close()
@@ -453,7 +453,7 @@ def subclassed() -> bool:
     model, plain = (GPT(GPTConfig(vocabulary=67, context=16, layers=2, heads=2, hidden=24)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     opts = [Noted(m.parameters(), lr=1e-2) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    run = sharded(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
     is_bitwise = compare_with_plain(run, model, opts[0], plain, opts[1], CASES["gpt"].loss, steps=3).is_bitwise
     run.close()
     return is_bitwise
@@ -471,7 +471,7 @@ def groups_with_other_states() -> bool:
     for m in (model, plain):
         groups = [{"params": [m.wte.weight]}, {"params": list(m.blocks.parameters()), "momentum": 0.9}]
         opts.append(torch.optim.SGD(groups, lr=0.1))
-    run = sw.shard(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    run = sharded(model, opts[0], stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
     is_bitwise = compare_with_plain(run, model, opts[0], plain, opts[1], CASES["gpt"].loss, steps=3).is_bitwise
     run.close()
     return is_bitwise
@@ -502,14 +502,14 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_that_counts_its_calls_is_refused() -> None:
     model, _ = small()
     with pytest.raises(OptimizerError, match=r"cannot stream.*two calls"):
-        sw.shard(model, Counting(model.parameters(), lr=0.1), stage=3, offload=sw.Offload(optimizer="disk"))
+        sharded(model, Counting(model.parameters(), lr=0.1), stage=3, offload=sw.Offload(optimizer="disk"))
 
 
 def part_of_the_model() -> bool:
     """Parameters that the optimizer was not given have gradients and stay as they are."""
     model, _ = small()
     optimizer = torch.optim.AdamW(model.blocks[0].parameters())
-    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
+    run = sharded(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, step_bytes=STEP_BYTES))
     before = run.full_state_dict(rank0_only=False)
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -560,7 +560,7 @@ def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def test_a_placement_that_makes_no_sense_is_refused(stage: int, offload: Any, text: str) -> None:
     model, optimizer = small()
     with pytest.raises(ConfigError, match=text):
-        sw.shard(model, optimizer, stage=stage, offload=offload)
+        sharded(model, optimizer, stage=stage, offload=offload)
 
 
 @pytest.mark.parametrize(
@@ -576,7 +576,7 @@ def test_a_place_that_cannot_hold_it_is_refused_and_nothing_is_changed(options: 
     model, optimizer = small()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(kind, match=text):
-        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**{**EVERYTHING, **options}))
+        sharded(model, optimizer, stage=3, offload=sw.Offload(**{**EVERYTHING, **options}))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
     optimizer.step()
@@ -586,8 +586,8 @@ def test_a_model_built_on_disk_does_not_come_back_to_memory_unasked() -> None:
     with sw.sharded_init(offload="disk"):
         model, optimizer = small()
     with pytest.raises(ConfigError, match="no offload"):
-        sw.shard(model, optimizer, stage=3)
-    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload())
+        sharded(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3, offload=sw.Offload())
     assert run.ledger.now(Tier.DISK) == 0 and not run.placement()
     run.close()
 
@@ -598,7 +598,7 @@ def test_after_sharding_a_model_built_on_disk_its_construction_is_gone() -> None
     construction = next(iter(model.parameters()))._shardwise.unit.owner
     gone = weakref.ref(construction)
     del construction
-    run = sw.shard(model, optimizer, stage=3, offload="disk")
+    run = sharded(model, optimizer, stage=3, offload="disk")
     assert gone() is None
     run.close()
 
@@ -638,7 +638,7 @@ def missing_on_rank_1() -> str:
     model, optimizer = small()
     path = "/nowhere/at/all" if dist.get_rank() == 1 else None
     try:
-        sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=path))
+        sharded(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=path))
     except DiskError as error:
         return str(error)
     return "no error"
@@ -646,7 +646,7 @@ def missing_on_rank_1() -> str:
 
 def test_a_file_truncated_underneath_fails_the_step_with_its_place(tmp_path: Path) -> None:
     model, optimizer = small()
-    run = sw.shard(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
+    run = sharded(model, optimizer, stage=3, offload=sw.Offload(**EVERYTHING, path=tmp_path))
     disk = run._runtime.offload.disk
     assert disk is not None
     os.truncate(f"/proc/self/fd/{disk.file.descriptor}", 4096)
@@ -659,7 +659,7 @@ def test_a_budget_that_suffices_is_kept(tmp_path: Path) -> None:
     model, optimizer = small()
     budget = 64 << 20
     offload = sw.Offload(**EVERYTHING, path=tmp_path, host_bytes=budget, step_bytes=STEP_BYTES)
-    run = sw.shard(model, optimizer, stage=3, offload=offload, exchange_bytes=1 << 20)
+    run = sharded(model, optimizer, stage=3, offload=offload, exchange_bytes=1 << 20)
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     for _ in range(2):
         model(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from cases import CASES, build
+from cases import CASES, build, sharded
 from shardwise.config import LossScale
 from shardwise.engine import emulates_16_bit, precision, resolve_dtypes
 from shardwise.optim import GradScaler
@@ -183,7 +183,7 @@ def test_masters_come_from_the_original_values() -> None:
     torch.manual_seed(0)
     model = CASES["mlp"].build()
     expected = {n: p.detach().clone() for n, p in model.named_parameters()}
-    run = sw.shard(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
+    run = sharded(model, torch.optim.AdamW(model.parameters()), stage=3, precision="bf16")
     for name, value in expected.items():
         assert torch.equal(run.master(name), value)
     assert not torch.equal(expected["layers.1.weight"], expected["layers.1.weight"].bfloat16().float())
@@ -191,7 +191,7 @@ def test_masters_come_from_the_original_values() -> None:
 
 def test_compute_in_sixteen_bits_when_asked() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    run = sw.shard(
+    run = sharded(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         stage=3,
@@ -207,7 +207,7 @@ def test_compute_in_sixteen_bits_when_asked() -> None:
 
 def test_the_report_says_when_sixteen_bits_are_emulated() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    run = sw.shard(model, stage=3, precision="bf16")
+    run = sharded(model, stage=3, precision="bf16")
     if emulates_16_bit("cpu", BF16):
         assert "this CPU emulates bfloat16 products, so compute runs in float32" in run.report()
     else:
@@ -217,7 +217,7 @@ def test_the_report_says_when_sixteen_bits_are_emulated() -> None:
 def test_a_sixteen_bit_model_keeps_its_own_dtype() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=2)
+    run = sharded(model, optimizer, stage=2)
     model(torch.randn(2, 4).bfloat16()).float().sum().backward()
     optimizer.step()
     assert run.master("0.weight").dtype == FP32
@@ -227,7 +227,7 @@ def test_a_sixteen_bit_model_keeps_its_own_dtype() -> None:
 def test_double_precision() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=3)
+    run = sharded(model, optimizer, stage=3)
     model(torch.randn(2, 4).double()).sum().backward()
     optimizer.step()
     assert run.master("0.weight").dtype == FP64
@@ -292,7 +292,7 @@ def test_gradients_are_right_by_whatever_door_the_loss_comes(door: str, stage: i
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision = sw.Precision(param=FP32, loss_scale=LossScale(initial=65536.0))
-    run = sw.shard(model, optimizer, stage=stage, precision=precision)
+    run = sharded(model, optimizer, stage=stage, precision=precision)
     run.scaler.scale(loss()).backward()
     run.scaler.unscale_(optimizer)
     assert torch.equal(run.grad("blocks.1.weight"), expected)
@@ -315,7 +315,7 @@ class Square(nn.Module):
 def test_forgetting_the_scaler_is_refused(stage: int) -> None:
     model = Square()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=stage, precision="fp16")
+    run = sharded(model, optimizer, stage=stage, precision="fp16")
     with pytest.raises(sw.errors.OptimizerError, match=r"run\.scaler\.scale\(loss\)\.backward"):
         model(torch.randn(2, 6)).sum().backward()
     run.scaler.scale(model(torch.randn(2, 6)).sum()).backward()
@@ -334,7 +334,7 @@ def test_forgetting_the_scaler_is_refused(stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_containers_handed_to_forward_stay_the_callers(precision: str) -> None:
     model = Square()
-    sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, precision=precision)
+    sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, precision=precision)
     aux: list[torch.Tensor] = []
     model(torch.randn(3, 6, requires_grad=True), aux)
     assert len(aux) == 1

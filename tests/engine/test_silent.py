@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from cases import CASES, ByHost, as_hosts, build, rank
+from cases import CASES, ByHost, as_hosts, build, rank, sharded
 from shardwise.observe import delays
 from shardwise.testing import RankPool, compare_with_plain
 from shardwise.testing.models import ConvNet
@@ -92,7 +92,7 @@ def renormed(stage: int, differs: bool) -> str:
     model = Renormed()
     plain = copy.deepcopy(model)
     opts = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=stage)
+    run = sharded(model, opts[0], stage=stage)
     loss = lambda m, k: m(torch.tensor([1, 4, k + (rank() * 3 if differs else 0)]))  # noqa: E731
     try:
         report = compare_with_plain(run, model, opts[0], plain, opts[1], loss, steps=3)
@@ -160,7 +160,7 @@ def unannounced(kind: type[OwnView], freezes: bool, stage: int) -> Any:
     model = Chain(kind, freezes)
     plain = copy.deepcopy(model)
     opts = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=stage)
+    run = sharded(model, opts[0], stage=stage)
     loss = lambda m, k: m(torch.full((2, 6), 0.1 * k + rank()))  # noqa: E731
     report = compare_with_plain(run, model, opts[0], plain, opts[1], loss, steps=3)
     run.close()
@@ -193,7 +193,7 @@ def test_a_forward_may_return_a_parameter(stage: int) -> None:
     model = ReturnsParameter()
     plain = copy.deepcopy(model)
     opts = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
-    run = sw.shard(model, opts[0], stage=stage)
+    run = sharded(model, opts[0], stage=stage)
 
     def loss(m: nn.Module, number: int) -> torch.Tensor:
         out, scale = m(torch.full((2, 6), 0.1 * number))
@@ -209,7 +209,7 @@ def test_graphs_through_units_that_a_step_left_alone() -> None:
         model = nn.ModuleDict({"used": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
         plain = copy.deepcopy(model)
         opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-        run = sw.shard(model, opts[0], stage=stage, units=nn.Linear)
+        run = sharded(model, opts[0], stage=stage, units=nn.Linear)
         for m, opt in ((model, opts[0]), (plain, opts[1])):
             kept = m["other"](torch.ones(2, 4)).square().sum()
             m["used"](torch.ones(2, 4)).sum().backward()
@@ -226,7 +226,7 @@ def statistics(stage: int, buffers: str, transport: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = ConvNet()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=stage, buffers=buffers, transport=transport)
+    run = sharded(model, opt, stage=stage, buffers=buffers, transport=transport)
     for number in range(3):
         g = torch.Generator().manual_seed(10 * number + rank())
         loss = model(torch.randn(3, 3, 6, 6, generator=g), torch.randint(0, 5, (3,), generator=g))
@@ -278,7 +278,7 @@ def test_local_buffers_stay_local(pool: RankPool) -> None:
 def test_synchronised_normalisation_works_on_a_rank_alone() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, opt, stage=3)
+    run = sharded(model, opt, stage=3)
     model.eval()
     model(torch.randn(2, 3, 6, 6), torch.tensor([0, 1])).backward()
     opt.step()
@@ -293,7 +293,7 @@ def test_an_expanded_buffer_is_kept(pool: RankPool, stage: int) -> None:
 def expanded(stage: int) -> bool:
     model = nn.Linear(4, 4)
     model.register_buffer("shown", torch.full((1, 3), float(rank())).expand(5, 3))
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     model(torch.ones(1, 4)).sum().backward()
     same = bool((model.shown == 0).all()) and tuple(model.shown.shape) == (5, 3)
     run.close()
@@ -319,7 +319,7 @@ class OddBuffers(nn.Module):
 
 def odd_buffers() -> tuple[list[bool], int, list[float]]:
     model = OddBuffers()
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     model(torch.ones(1, 4)).backward()
     run.close()
     return model.flags.tolist(), int(model.count), model.narrow.tolist()
@@ -356,7 +356,7 @@ class Stated(nn.Module):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_full_state_dict_loads_strictly(stage: int) -> None:
     model = Stated()
-    run = sw.shard(model, stage=stage)
+    run = sharded(model, stage=stage)
     model.count = 7
     state = run.full_state_dict()
     fresh = Stated()
@@ -368,7 +368,7 @@ def test_a_full_state_dict_loads_strictly(stage: int) -> None:
 def patchwork(stage: int) -> str:
     torch.manual_seed(0)
     model = CASES["frozen"].build()
-    run = sw.shard(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), stage=stage)
+    run = sharded(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), stage=stage)
     model.layers[1].base.weight.data.fill_(float(rank()))
     try:
         run.full_state_dict()
@@ -388,9 +388,9 @@ def test_frozen_parameters_that_differ_between_ranks_are_not_saved(pool: RankPoo
 def test_a_wait_without_end_is_refused() -> None:
     for bad in (float("inf"), float("nan"), 0.0, 1e9):
         with pytest.raises(sw.errors.ConfigError, match="timeout_s"):
-            sw.shard(nn.Linear(2, 2), stage=1, timeout_s=bad)
+            sharded(nn.Linear(2, 2), stage=1, timeout_s=bad)
     with pytest.raises(sw.errors.ConfigError, match="did you mean 'local'"):
-        sw.shard(nn.Linear(2, 2), stage=1, buffers="lokal")
+        sharded(nn.Linear(2, 2), stage=1, buffers="lokal")
 
 
 def test_a_functional_use_of_a_leaf_module_outside_forward() -> None:
@@ -398,7 +398,7 @@ def test_a_functional_use_of_a_leaf_module_outside_forward() -> None:
     torch.manual_seed(0)
     model = CASES["gpt"].build()
     plain = copy.deepcopy(model)
-    run = sw.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
     for m in (model, plain):
         out = F.gelu(m.blocks[1].up(torch.ones(2, 24)))
         m.blocks[1].down(out).square().sum().backward()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from cases import CASES, OPTIMIZERS, build
+from cases import CASES, OPTIMIZERS, build, sharded
 from shardwise.errors import OptimizerError
 from shardwise.optim import check_elementwise
 from shardwise.testing import RankPool
@@ -187,7 +187,7 @@ class Late(nn.Module):
 def test_a_module_added_after_shard_is_refused_by_the_next_step(stage: int) -> None:
     model = Late()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sw.shard(model, optimizer, stage=stage)
+    run = sharded(model, optimizer, stage=stage)
     model.blocks.append(nn.Linear(6, 6))
     optimizer.add_param_group({"params": list(model.blocks[2].parameters())})
     model(torch.randn(2, 6)).backward()
@@ -206,7 +206,7 @@ def test_parameters_that_join_the_optimizer_later_are_trained(stage: int) -> Non
     for module in (model, plain):
         module.blocks[1].requires_grad_(False)
         optimizer = torch.optim.AdamW(module.blocks[0].parameters(), lr=0.1)
-        runs.append((module, optimizer, sw.shard(module, optimizer, stage=stage) if module is model else None))
+        runs.append((module, optimizer, sharded(module, optimizer, stage=stage) if module is model else None))
     for number in range(3):
         for module, optimizer, _ in runs:
             if number == 1:
@@ -227,7 +227,7 @@ def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
     plain = copy.deepcopy(model)
     wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    run = sw.shard(model, wrapped, stage=3)
+    run = sharded(model, wrapped, stage=3)
     for _ in range(2):
         for module, optimizer in ((model, wrapped), (plain, plain_optimizer)):
             module(torch.ones(2, 6)).backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from shardwise.partition import find_units, join_small
 from shardwise.testing.models import GPT, GPTBlock, GPTConfig
 
 BOUND = 256 << 20
+DTYPES = (torch.float32, torch.float32, torch.float16)
 
 
 def names(model: nn.Module, rule: UnitRule | None = None, bound: int = BOUND) -> dict[str, list[str]]:
@@ -80,18 +83,36 @@ def test_a_parameter_shared_by_blocks_belongs_to_their_ancestor() -> None:
     assert found["2"] == ["2.0.bias"]
 
 
-def test_small_neighbours_of_one_kind_are_joined() -> None:
+def test_small_units_of_one_kind_are_joined() -> None:
     blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(10))  # 256 KiB each
     blocks[3].requires_grad_(False)
     specs = find_units(nn.ModuleDict({"a": blocks}), None, BOUND)
-    assert [spec.name for spec in join_small(specs, 1)] == ["a.0 to a.2", "a.3", "a.4 to a.7", "a.8 to a.9"]
-    found = join_small(specs, 2)
-    assert [spec.name for spec in found] == ["a.0 to a.2", "a.3", "a.4 to a.9"]
-    assert [spec.is_trainable for spec in found] == [True, False, True]
-    assert [spec.module_path for spec in found] == ["a", "a.3", "a"]
-    assert [info.name for spec in found for info in spec.infos] == [info.name for spec in specs for info in spec.infos]
-    large = find_units(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))), None, BOUND)  # 1 MiB each
-    assert join_small(large, 1) == large
+    found = join_small(specs, 1 << 20)
+    assert [spec.name for spec in found] == ["a.0 to a.4", "a.3", "a.5 to a.8", "a.9"]
+    assert [spec.is_trainable for spec in found] == [True, False, True, True]
+    assert [spec.module_path for spec in found] == ["", "a.3", "", "a.9"]
+    assert [spec.joined_paths for spec in found] == [("a.0", "a.1", "a.2", "a.4"), (), ("a.5", "a.6", "a.7", "a.8"), ()]
+    assert [spec.joined_paths for spec in join_small(specs, 1 << 30)] == [(), ()], "the model gathers the only joined Unit"
+    assert join_small(specs, 256 << 10) == join_small(specs, 0) == specs
+
+
+def test_joined_units_have_every_parameter_once_and_keep_the_bound() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        layers = [nn.Linear(rng.randrange(1, 40), rng.randrange(1, 40), dtype=rng.choice(DTYPES)) for _ in range(12)]
+        for layer in layers:
+            layer.requires_grad_(rng.random() < 0.8)
+        specs = find_units(nn.ModuleDict({"a": nn.ModuleList(layers)}), nn.Linear, BOUND)
+        bound = rng.randrange(0, 20_000)
+        found = join_small(specs, bound)
+        names = [info.name for spec in found for info in spec.infos]
+        assert sorted(names) == sorted(info.name for spec in specs for info in spec.infos)
+        for spec in found:
+            assert {(info.param.dtype, info.param.requires_grad) for info in spec.infos} == {
+                (spec.infos[0].param.dtype, spec.is_trainable)
+            }
+            assert spec in specs or (spec.num_bytes <= bound and spec.module_path == "")
+        assert [names.index(spec.infos[0].name) for spec in found] == sorted(names.index(s.infos[0].name) for s in found)
 
 
 def test_no_parameters_is_an_error() -> None:

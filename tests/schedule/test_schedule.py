@@ -30,40 +30,15 @@ def test_a_plan_keeps_depth_budget_and_order() -> None:
         assert all(a <= b for a, b in zip(plan.reach, plan.reach[1:], strict=False))
 
 
-def test_a_batch_counts_as_one_move_and_starts_as_a_whole() -> None:
-    rng = random.Random(1)
-    for _ in range(500):
-        moves = [Move(unit, "shards", "full", rng.randrange(1, 100)) for unit in range(rng.randrange(1, 12))]
-        order = [rng.choice(moves) for _ in range(rng.randrange(0, 40))]
-        backward_at = rng.randrange(0, len(order) + 1)
-        budget, depth, batch = rng.randrange(0, 400), rng.randrange(1, 4), rng.randrange(0, 200)
-        plan = make_plan(order, backward_at, budget, depth, batch)
-        starts = [0]  # of batches
-        for at in range(1, len(order)):
-            joined = sum(move.num_bytes for move in order[starts[-1] : at + 1])
-            if at == backward_at or joined > batch:
-                starts.append(at)
-        for position, stop in enumerate(plan.reach):
-            ahead = sum(move.num_bytes for move in order[position:stop])
-            assert ahead <= budget
-            begun = [at for at in starts if position < at < stop]
-            assert stop <= position or len(begun) < depth
-            is_cut = stop < len(order) and stop not in starts
-            is_full = stop < len(order) and ahead + order[stop].num_bytes > budget
-            assert not is_cut or is_full, "a batch was split although all of it fits"
-    whole = make_plan([Move(unit, "shards", "full", 10) for unit in (0, 1, 2, 2, 1, 0)], 3, 1000, 1, 1000)
-    assert whole.reach == (3, 3, 3, 6, 6, 6, 6)
-
-
 class Machine:
     """Units as sets of numbers: gathering, gathered; checks every rule the runtime relies on."""
 
-    def __init__(self, sizes: dict[int, int], budget: int, batch: int = 0) -> None:
+    def __init__(self, sizes: dict[int, int], budget: int) -> None:
         self.sizes, self.budget = sizes, budget
         self.started: list[int] = []
         self.gathered: set[int] = set()
         self.log: list[tuple[str, int]] = []
-        self.runner = Runner(len(sizes), budget, self.start, self.drop, batch)
+        self.runner = Runner(len(sizes), budget, self.start, self.drop)
 
     def start(self, move: Move) -> bool:
         unit = move.what
@@ -148,7 +123,7 @@ def test_random_programs_never_break_the_rules() -> None:
     rng = random.Random(1)
     for _ in range(300):
         sizes = {unit: rng.randrange(1, 50) for unit in range(8)}
-        machine = Machine(sizes, rng.randrange(0, 120), rng.choice((0, 30, 200)))
+        machine = Machine(sizes, rng.randrange(0, 120))
         machine.runner.depth.now = rng.randrange(1, 5)
         for _ in range(12):
             units = [rng.randrange(8) for _ in range(rng.randrange(0, 12))]

@@ -33,7 +33,7 @@ def many(names: list[str], stages: list[int], **kwargs: Any) -> dict[str, Parity
             for accumulate in (1, 4):
                 for max_norm in (None, 0.05):
                     key = f"{name} stage {stage} accumulate {accumulate} clip {max_norm}"
-                    joins = (accumulate == 1) == (max_norm is None)
+                    joins = "none" if accumulate == 1 else "all" if max_norm is None else "some"
                     found[key] = parity(name, stage=stage, accumulate=accumulate, max_norm=max_norm, joins=joins, **kwargs)
     return found
 

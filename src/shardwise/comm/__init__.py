@@ -1,8 +1,8 @@
 """How do ranks combine?
 
 Public names: `World`, `Axis` (rank, size, small collectives on `torch.distributed`); `Transport`, `Reservation`, `Counters`,
-`Source`, `Sink`, `Gather`, `PeerShards`, `make_transport`, `own_slice` (gather and reduce of flat vectors); `JoinedSource` and
-`JoinedSink` (several vectors in one reduction); `host_identity`.
+`Source`, `Sink`, `PeerShards`, `make_transport`, `own_slice` (gather and reduce of flat vectors); `JoinedSource` and `JoinedSink`
+(several vectors in one reduction); `host_identity`.
 
 Invariants: with two ranks, all CPU transports give bitwise the same results. The shared-memory, pairwise and alone transports
 form sums in rank order, the combined one inside hosts and then over hosts, in fp32 or wider, with exchange buffers that do not
@@ -13,14 +13,13 @@ refuse all work after their first failure.
 
 from shardwise.comm.joined import JoinedSink, JoinedSource
 from shardwise.comm.segment import host_identity
-from shardwise.comm.transport import Counters, Gather, PeerShards, Reservation, Sink, Source, Transport, own_slice
+from shardwise.comm.transport import Counters, PeerShards, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.transports import make_transport
 from shardwise.comm.world import Axis, World
 
 __all__ = [
     "Axis",
     "Counters",
-    "Gather",
     "JoinedSink",
     "JoinedSource",
     "PeerShards",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.comm.mailbox import Mailboxes, chunk_bytes_for
 from shardwise.comm.meeting import Meeting
-from shardwise.comm.messages import Messages
+from shardwise.comm.messages import Messages, network_devices
 from shardwise.comm.pairwise import broadcast_by_gloo, combine_by_gloo
 from shardwise.comm.segment import PAGE_BYTES
 from shardwise.comm.shared import HostShards, copier
@@ -52,8 +52,9 @@ class CombinedTransport(Transport):
         self._hosts = hosts  # ranks of each host
         self._at = next(number for number, ranks in enumerate(hosts) if world.rank in ranks)
         # All ranks make these together, so they come before anything that may fail on one host only.
-        self._gather_messages = Messages(world)
-        self._reduce_messages = Messages(world)
+        devices = network_devices()
+        self._gather_messages = Messages(world, devices)
+        self._reduce_messages = Messages(world, devices)
         self._host = world.part(list(hosts[self._at]))
         self._local = self._host.rank
         self.watch.share(self._host)

@@ -98,6 +98,7 @@ class Mailboxes:
         label = 2 * (peer * SLOTS + number % SLOTS)
         self._labels[me][label], self._labels[me][label + 1] = operation.sequence, operation.code
         self._posted[me][peer] = number + 1
+        self._segments.wake(peer)
         self._num_sent[peer] = number + 1
 
     def read(
@@ -117,6 +118,7 @@ class Mailboxes:
             raise self._mismatch(peer, operation, *found)
         use(self._slot(peer, me, number, numel, dtype))
         self._consumed[me][peer] = number + 1
+        self._segments.wake(self.host.world_size + peer)
         self._num_read[peer] = number + 1
 
     def _slot(self, writer: int, reader: int, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

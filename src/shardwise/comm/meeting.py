@@ -50,6 +50,7 @@ class Meeting:
         own = self._words[self._host.rank]
         own[label], own[label + 1] = operation.code, numel
         own[0] = target
+        self._segments.wake(0)
         self._watch.until(
             lambda: all(words[0] >= target for words in self._words),
             operation,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,17 +25,28 @@ _NO_TAG = (1 << 31) - 1
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups made so far; all ranks make them in the same order
 
 
+def network_devices() -> list[Any]:
+    """What gloo sends and receives with, chosen as torch.distributed does. Channels that share it share its thread."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    make = dist.ProcessGroupGloo.create_device
+    return [make(interface=name) for name in names.split(",")] if names else [dist.ProcessGroupGloo.create_default_device()]
+
+
 class Messages:
     """A channel between the ranks of a world, with its own order of messages."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, devices: Sequence[Any]) -> None:
         assert world.group is not None
         ranks = tuple(dist.get_process_group_ranks(world.group))
         prefix = f"shardwise-messages-{'-'.join(map(str, ranks))}-{_made[ranks]}"
         _made[ranks] += 1
         self._rank = world.rank
         store = c10d.PrefixStore(prefix, c10d._get_default_store())
-        self._group: Any = dist.ProcessGroupGloo(store, world.rank, world.world_size, timedelta(minutes=30))
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = list(devices)
+        options._threads = 1  # of collectives, which are not used here
+        options._timeout = timedelta(minutes=30)
+        self._group: Any = dist.ProcessGroupGloo(store, world.rank, world.world_size, options)
 
     def interrupt(self) -> None:
         """Make every wait for a message raise, also on the peers: in gloo a wait that times out closes the connections."""

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.messages import Messages
+from shardwise.comm.messages import Messages, network_devices
 from shardwise.comm.transport import (
     READY,
-    Gather,
     Reservation,
     Sink,
     Source,
@@ -55,13 +54,13 @@ class PairwiseTransport(Transport):
 
     name = "pairwise"
     gathers_ahead = True
-    joins_gathers = True
 
     def __init__(self, world: World, exchange_bytes: int, timeout_s: float) -> None:
         super().__init__(world, timeout_s)
-        self._gather_messages = Messages(world)
-        self._reduce_messages = Messages(world)
-        self._meeting_messages = Messages(world)
+        devices = network_devices()
+        self._gather_messages = Messages(world, devices)
+        self._reduce_messages = Messages(world, devices)
+        self._meeting_messages = Messages(world, devices)
         self._gather_lane = Lane("shardwise-gather", self.interrupt)
         self._lane = Lane("shardwise-reduce", self.interrupt)
         self._limit_bytes = exchange_bytes
@@ -99,29 +98,6 @@ class PairwiseTransport(Transport):
         pause("gather.wait")
         self.watch.wait_all(works, operation)
         return [(landings[peer], place) for peer, place in places.items()]
-
-    def gather_together(self, gathers: Sequence[Gather]) -> list[Ticket]:
-        """Send all shards to a peer in one message."""
-        pause("gather.start")
-        for entry in gathers:
-            self._count_gather(entry.shard)
-        operation = self.watch.begin("prefetch", "gather", gathers[0].tag)
-        return [self._gather_lane.submit(lambda: self._exchange_together(operation, gathers))] * len(gathers)
-
-    def _exchange_together(self, operation: Operation, gathers: Sequence[Gather]) -> None:
-        with self.watch.during(operation):
-            parts = [entry.shard.view(torch.uint8) for entry in gathers]
-            joined = torch.cat(parts)
-            landings = {peer: torch.empty_like(joined) for peer in self.world.peers()}
-            works = _swap(self._gather_messages, joined, landings, operation.tag)
-            for entry in gathers:
-                copy_own(self.world, entry.shard, entry.full)
-            pause("gather.wait")
-            self.watch.wait_all(works, operation)
-            for peer, landing in landings.items():
-                for entry, part in zip(gathers, landing.split([len(part) for part in parts]), strict=True):
-                    # A copy of its own: `part` may begin where no element of the shard's dtype may.
-                    own_slice(self.world, entry.full, peer).copy_(part.clone().view(entry.shard.dtype))
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Exchange slices chunk by chunk on the reduce Lane; sums are formed in rank order."""

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.comm.world import World
 from shardwise.errors import SharedMemoryError
+from shardwise.native import library
 from shardwise.tiers import FullBuffer, OverlaidBuffer
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -114,6 +115,11 @@ class SharedSegments:
     def address(self, rank: int, word: int) -> int:
         """Address of a 64-bit counter at the beginning of rank `rank`'s segment."""
         return self.bytes[rank].data_ptr() + 8 * word
+
+    def wake(self, word: int) -> None:
+        """Wake ranks that wait for a counter at the beginning of this rank's segment; to be called after it was increased."""
+        if (native := library()) is not None:
+            native.sw_wake(self.address(self.host.rank, word))
 
     def overlay(self, ranges: Sequence[tuple[int, int]], length: int, dtype: torch.dtype, numel: int) -> FullBuffer:
         """Map the (rank, start) ranges, `length` bytes each, one after the other as one vector of `numel` elements."""

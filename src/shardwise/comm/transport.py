@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,6 @@ class PeerShards(Protocol):
 
     def __call__(self, tag: int, rank: int, place: torch.Tensor) -> None:
         """Fill `place`, that rank's slice of a full vector, with its shard of a Unit."""
-
-
-class Gather(NamedTuple):
-    """One gather: the Unit's tag, this rank's shard, and the full vector to fill."""
-
-    tag: int
-    shard: torch.Tensor
-    full: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +104,6 @@ class Transport(ABC):
     name: str
     gathers_ahead = False
     """Whether a gather runs in the background once it was started, so that it can be started early."""
-    joins_gathers = False
-    """Whether gathers that are started together cost about as much as one, so that small ones should be."""
     is_one_host = False
     """Whether all ranks are processes of one host, which can open each other's files."""
 
@@ -153,10 +143,6 @@ class Transport(ABC):
         The shard need not hold its values before `ready` has ended. `full` may have a wider dtype than `shard`: elements
         are sent in the dtype of the shard and converted on arrival.
         """
-
-    def gather_together(self, gathers: Sequence[Gather]) -> list[Ticket]:
-        """Start several small gathers of shards that are in memory; returns the Ticket of each."""
-        return [self.gather(*entry) for entry in gathers]
 
     @abstractmethod
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:

@@ -30,7 +30,6 @@ from shardwise.engine.threads import share_cores
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
-    BUCKET_BYTES,
     Blueprint,
     ParamInfo,
     Unit,
@@ -62,11 +61,11 @@ def assemble(
     _number_constructed(infos)
     check_methods(model, config.methods)
     specs = find_units(model, config.units, config.max_unit_bytes)
+    if config.units is None:
+        specs = join_small(specs, min(config.min_unit_bytes, config.max_unit_bytes))
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
-    if config.units is None and STAGES[config.stage].params is Held.FULL:
-        specs = join_small(specs, world.shard.size)
     _check_ranks_agree(world, config, infos, specs)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
@@ -136,7 +135,7 @@ def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], transp
         return 0
     if config.prefetch_bytes is not None:
         return config.prefetch_bytes
-    return max(*sizes, min(sum(sizes), BUCKET_BYTES) if transport.joins_gathers else 0)
+    return max(sizes)
 
 
 def _spare_pages(world: World, blueprints: Sequence[Blueprint], ledger: Ledger) -> SparePages | None:
@@ -260,6 +259,7 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
                 config.stage,
                 config.precision,
                 config.max_unit_bytes,
+                config.min_unit_bytes,
                 config.exchange_bytes,
                 config.transport,
                 config.prefetch_bytes,
@@ -327,6 +327,7 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
         index=index,
         name=spec.name,
         path=spec.module_path,
+        joined_paths=spec.joined_paths,
         layout=layout,
         rank=world.shard.rank,
         dtypes=dtypes,

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import Gather, Transport
+from shardwise.comm import Transport
 from shardwise.engine.offload import Offloading
 from shardwise.engine.saved import SavedPlaces
 from shardwise.engine.transforms import outside_transforms
 from shardwise.observe import EventLog, pause
-from shardwise.partition import BUCKET_BYTES, Unit, UnitState, absorb
+from shardwise.partition import Unit, UnitState, absorb
 from shardwise.schedule import Move, Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import SparePages
@@ -66,15 +66,14 @@ class Gathering:
         self._events = events
         self._spare_pages = spare_pages
         self._tickets: dict[int, Ticket] = {}  # gathers that were started and not waited for, by Unit
+        # Joined Units that no call needs and that are still gathered, because the next block's part may lie in them.
+        self._lingering: dict[int, Unit] = {}
+        self._linger_bytes = max((unit.full_bytes for unit in units if unit.blueprint.joined_paths), default=0)
         self._kept: dict[int, Unit] = {}  # freed Units whose memory is kept because user code holds views of it
         self._stall_s = 0.0
         self._step_began = self._events.now()
         self._moves = [Move(unit.index, offload.source_of(unit), "full", unit.full_bytes) for unit in units]
-        self._batch: list[Gather] = []  # gathers to start together
-        self.runner: Runner | None = None
-        if prefetch_bytes:
-            batch_bytes = BUCKET_BYTES if transport.joins_gathers else 0
-            self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop, batch_bytes)
+        self.runner = Runner(len(units), prefetch_bytes, self._start_early, self._drop) if prefetch_bytes else None
 
     def use(self, unit: Unit) -> Use:
         """The record of a Unit."""
@@ -100,7 +99,7 @@ class Gathering:
         if self.runner is not None:
             self.runner.use(self._moves[index])
         if index not in self._tickets:
-            self._start_with_others(unit)
+            self._start(unit)
         ticket = self._tickets.pop(index)
         try:
             pause("gather.wait")
@@ -118,7 +117,7 @@ class Gathering:
         self._events.emit_span("gather", unit.name, ticket.span, "gather")
         if self.runner is not None:
             self._stall_s += self._events.now() - begin
-            self._pump(self.runner)
+            self.runner.pump()
 
     def _start(self, unit: Unit) -> None:
         begin = self._events.now()
@@ -134,52 +133,12 @@ class Gathering:
         self._tickets[unit.index] = ticket
         self._events.emit("gather", unit.name, since=begin)
 
-    def _start_with_others(self, unit: Unit) -> None:
-        if self.runner is not None and self._shares_messages(unit):
-            self._add_to_batch(unit)
-            self._pump(self.runner)
-        else:
-            self._start(unit)
-
-    def _pump(self, runner: Runner) -> None:
-        """Start the gathers that may start early, small ones together."""
-        try:
-            runner.pump()
-        finally:
-            if self._batch:
-                self._start_batch()
-
     def _start_early(self, move: Move) -> bool:
         unit = self.units[move.what]
         if unit.state is not UnitState.SHARDED:
             return False
-        if self._shares_messages(unit):
-            self._add_to_batch(unit)
-        else:
-            self._start(unit)
+        self._start(unit)
         return True
-
-    def _shares_messages(self, unit: Unit) -> bool:
-        """Whether its gather may be started in one message with others."""
-        return self._transport.joins_gathers and unit.full_bytes <= BUCKET_BYTES and not unit.blueprint.offloads_shard
-
-    def _add_to_batch(self, unit: Unit) -> None:
-        full = unit.begin_gather()
-        self._batch.append(Gather(unit.index, unit.shard, full))
-
-    def _start_batch(self) -> None:
-        begin = self._events.now()
-        batch, self._batch = self._batch, []
-        try:
-            is_one = len(batch) == 1
-            tickets = [self._transport.gather(*batch[0])] if is_one else self._transport.gather_together(batch)
-        except BaseException:
-            for entry in batch:
-                self.units[entry.tag].cancel_gather()
-            raise
-        for entry, ticket in zip(batch, tickets, strict=True):
-            self._tickets[entry.tag] = ticket
-            self._events.emit("gather", self.units[entry.tag].name, since=begin)
 
     def is_under_way(self, unit: Unit) -> bool:
         """Whether a gather was started and not waited for."""
@@ -205,9 +164,30 @@ class Gathering:
 
     # -- free -------------------------------------------------------------------------------------------------
 
+    def free_after_call(self, unit: Unit) -> None:
+        """Free a Unit that a call or its backward no longer needs; joined ones later, because the next block may use them too.
+
+        Together those take no more than the largest joined Unit.
+        """
+        if not unit.blueprint.joined_paths or unit.is_overlaid or self.use(unit).is_needed:
+            self.free(unit)
+            return
+        self._lingering.pop(unit.index, None)
+        self._lingering[unit.index] = unit
+        while sum(other.full_bytes for other in self._lingering.values()) > self._linger_bytes:
+            self.free(next(iter(self._lingering.values())))
+
+    def end_forward(self, *, leads_to_backward: bool) -> None:
+        """After an outermost forward call: free joined Units, and if no backward follows stop starting gathers early."""
+        for unit in list(self._lingering.values()):
+            self.free(unit)
+        if self.runner is not None and not leads_to_backward:
+            self.runner.stop()
+
     def free(self, unit: Unit) -> None:
         """Free a Unit, unless it is needed or user code has written values that are not in the shards yet."""
         use = self.uses[unit.index]
+        self._lingering.pop(unit.index, None)
         if not unit.is_gathered or unit.is_always_full or use.is_needed:
             return
         if unit.may_be_written():
@@ -220,7 +200,7 @@ class Gathering:
         if unit.keeps_memory:
             self._kept[unit.index] = unit
         if self.runner is not None and not self._transport.watch.has_failed:
-            self._pump(self.runner)
+            self.runner.pump()
         if self._spare_pages is not None and not (self.runner is not None and self.runner.expects_more):
             self._spare_pages.drop()
 

@@ -85,7 +85,9 @@ def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[E
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
         if not unit.is_always_full:
-            found[unit.module].setdefault(unit, [])
+            paths = () if unit.is_overlaid else unit.blueprint.joined_paths
+            for module in [model.get_submodule(path) for path in paths] or [unit.module]:
+                found[module].setdefault(unit, [])
     found[model].update({})  # the model gets hooks even if it opens nothing: parameters may be touched in its forward
     for module in model.modules():
         for param in module._parameters.values():

@@ -130,8 +130,7 @@ class Runtime:
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         use = self.gathering.use(unit)
-        is_nested = use.scopes > 0 and not unit.is_covered
-        use.scopes += 1
+        is_nested, use.scopes = use.scopes > 0 and not unit.is_covered, use.scopes + 1
         frame.opened.append(unit)
         if unit.is_covered and not slots:
             return  # the modules below that hold the parameter gather it; this call only keeps it from being freed
@@ -152,22 +151,24 @@ class Runtime:
             for tensor in tensors_in(output):  # ranks whose loss reaches no trainable parameter must take part in backward too
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self.begin_backward)
-        if not frame.opened:
-            return
+        if frame.opened:
+            self._close(frame, output)
+        if not self._frames and not is_inside_autograd():
+            self.gathering.end_forward(leads_to_backward=torch.is_grad_enabled())
+
+    def _close(self, frame: Frame, output: Any) -> None:
+        is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
         if frame.is_lookup:  # its backward does not read the table, so that nothing has to be gathered for it
             self._lookups.watch(frame.opened, output)
         elif frame.passage is not None:
             frame.passage.guard(output, frame.units)
-        is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
         for unit in frame.opened:
             use = self.gathering.use(unit)
             use.scopes -= 1
             use.is_pinned |= frame.is_pinning and not unit.is_overlaid  # the graph holds views instead of Places
             self.gathering.cover(unit)
             if not is_recomputing or unit.is_overlaid:
-                self.gathering.free(unit)
-        if self.gathering.runner is not None and not self._frames and not torch.is_grad_enabled() and not is_recomputing:
-            self.gathering.runner.stop()  # no backward will follow
+                self.gathering.free_after_call(unit)
 
     def touch(self, units: Sequence[Unit]) -> bool:
         """Gather the touched Units if a forward, a backward or a load runs, and return True; else return False."""
@@ -252,7 +253,7 @@ class Runtime:
         """After the backward of a forward call: free its Units, unless something else needs them."""
         for unit in units:
             self.gathering.use(unit).passages.discard(passage)
-            self.gathering.free(unit)
+            self.gathering.free_after_call(unit)
 
     def after_backward(self) -> None:
         """After a backward: reduce the remaining gradients and free all Units that nothing else needs."""
@@ -376,8 +377,7 @@ class Runtime:
 
     def _publish(self) -> None:
         """Make changed masters visible to every rank's next forward."""
-        updated = {unit: self.gradients.held_slots(unit) for unit in self.units if unit.is_trainable}
-        updated = {unit: slots for unit, slots in updated.items() if slots}
+        updated = {unit: slots for unit in self.units if unit.is_trainable and (slots := self.gradients.held_slots(unit))}
         for unit in updated:
             if unit.is_gathered and not unit.is_always_full:
                 raise LifecycleError(f"Unit {unit.name!r} is still gathered after a step: it would keep its old values.")

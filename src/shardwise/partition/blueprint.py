@@ -44,6 +44,8 @@ class Blueprint:
     name: str
     path: str
     """Path of the module whose forward gathers it."""
+    joined_paths: tuple[str, ...] = ()
+    """If small Units were joined: the modules whose forward gathers it, unless it is an overlay, which costs nothing."""
     layout: Layout
     rank: int
     """The number of this rank's slice of the flat vector."""

@@ -2,8 +2,7 @@
 
 Repeated blocks in containers become Units. A parameter that several modules share is placed at their nearest common
 ancestor. A huge parameter outside the blocks gets its own Unit. All other parameters form a Unit at the model's root or, if
-that would be larger than `max_unit_bytes`, at its children. Where parameters stay full, a Unit is only what is reduced and
-updated together, and small neighbours are joined.
+that would be larger than `max_unit_bytes`, at its children. Small Units are joined, because a Unit costs time whatever its size.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
-from shardwise.partition.blueprint import fill_buckets
 
 HUGE_SHARE = 0.5
 """A parameter outside the blocks gets its own Unit if it is at least this fraction of the largest block ..."""
@@ -55,6 +53,13 @@ class UnitSpec:
     module_path: str
     infos: tuple[ParamInfo, ...]
     is_trainable: bool
+    joined_paths: tuple[str, ...] = ()
+    """The modules that gather it, if it was joined and they are several."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the parameters' own dtype."""
+        return sum(info.num_bytes for info in self.infos)
 
 
 def list_params(model: nn.Module) -> list[ParamInfo]:
@@ -93,21 +98,31 @@ def find_units(model: nn.Module, rule: UnitRule | None, max_unit_bytes: int) -> 
     return sorted(specs, key=lambda spec: order[spec.infos[0].name])
 
 
-def join_small(specs: Sequence[UnitSpec], num_shards: int) -> list[UnitSpec]:
-    """Join neighbouring Units of one dtype, all trainable or all frozen, as long as their shards fit into a bucket."""
-    shard_bytes = [sum(info.num_bytes for info in spec.infos) // num_shards for spec in specs]
-    kinds = [(spec.infos[0].param.dtype, spec.is_trainable) for spec in specs]
-    return [_joined([specs[at] for at in bucket]) for bucket in fill_buckets(shard_bytes, kinds)]
+def join_small(specs: Sequence[UnitSpec], min_unit_bytes: int) -> list[UnitSpec]:
+    """Join small Units, in order, up to `min_unit_bytes` together. Units of another dtype, and frozen ones, are joined apart.
+
+    A joined Unit is gathered by each module whose Unit it was made of. If there is only one, the model's own forward gathers it.
+    """
+    open_groups: dict[tuple[torch.dtype, bool], list[UnitSpec]] = {}
+    groups: list[list[UnitSpec]] = []
+    for spec in specs:
+        kind = (spec.infos[0].param.dtype, spec.is_trainable)
+        group = open_groups.get(kind)
+        if group is None or sum(member.num_bytes for member in group) + spec.num_bytes > min_unit_bytes:
+            group = open_groups[kind] = []
+            groups.append(group)
+        group.append(spec)
+    is_only = sum(len(group) > 1 for group in groups) == 1
+    return [group[0] if len(group) == 1 else _joined(group, is_only=is_only) for group in groups]
 
 
-def _joined(specs: Sequence[UnitSpec]) -> UnitSpec:
-    if len(specs) == 1:
-        return specs[0]
+def _joined(specs: Sequence[UnitSpec], *, is_only: bool) -> UnitSpec:
     return UnitSpec(
         name=f"{specs[0].name} to {specs[-1].name}",
-        module_path=_common_ancestor([spec.module_path for spec in specs]),
+        module_path="",
         infos=tuple(info for spec in specs for info in spec.infos),
         is_trainable=specs[0].is_trainable,
+        joined_paths=() if is_only else tuple(dict.fromkeys(spec.module_path for spec in specs)),
     )
 
 

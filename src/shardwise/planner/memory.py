@@ -20,6 +20,8 @@ class UnitSize:
 
     path: str
     """Where in the module tree the Unit is opened; a Unit stays gathered while anything below it runs."""
+    joined_paths: tuple[str, ...] = ()
+    """If several Units were joined: where each of them is opened instead."""
     full_numel: int
     shard_numel: int
     stored_itemsize: int
@@ -146,11 +148,21 @@ def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, of
 
 
 def _largest_chain(units: Sequence[UnitSize]) -> int:
-    """Bytes of the largest set of Units gathered together: a Unit stays gathered while modules below it run."""
-    sizes = [(u.path, 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize) for u in units]
-    return max(
-        sum(size for path, size in sizes if path in ("", deepest) or deepest.startswith(path + ".")) for deepest, _ in sizes
-    )
+    """Bytes of the largest set of Units gathered together: a Unit stays gathered while modules below it run.
+
+    One joined Unit may stay gathered beside them, because the next block may use it.
+    """
+    chains = [(u.joined_paths or (u.path,), 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize, u) for u in units]
+    largest = 0
+    for deepest in {path for paths, _, _ in chains for path in paths}:
+        used, beside = 0, 0
+        for paths, num_bytes, unit in chains:
+            if any(path in ("", deepest) or deepest.startswith(path + ".") for path in paths):
+                used += num_bytes
+            elif unit.joined_paths:
+                beside = max(beside, num_bytes)
+        largest = max(largest, used + beside)
+    return largest
 
 
 def _largest_run(sizes: Sequence[int], length: int) -> int:

@@ -31,6 +31,7 @@ def predict_memory(
     sizes = [
         UnitSize(
             path=unit.path,
+            joined_paths=unit.joined_paths,
             full_numel=unit.layout.numel,
             shard_numel=unit.layout.shard_numel,
             stored_itemsize=unit.dtypes.stored.itemsize,

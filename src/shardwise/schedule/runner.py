@@ -16,19 +16,9 @@ from shardwise.schedule.trace import Move, Phase, Trace
 class Runner:
     """Starts the moves of this step early, as the trace of the last step predicts them."""
 
-    def __init__(
-        self,
-        num_moves: int,
-        budget_bytes: int,
-        start: Callable[[Move], bool],
-        drop: Callable[[Move], None],
-        batch_bytes: int = 0,
-    ) -> None:
-        """At most `num_moves` are started ahead. `start(move)` returns False if it cannot start yet; `drop(move)` discards it.
-        Neighbours of at most `batch_bytes` together are started in one `pump`.
-        """
+    def __init__(self, num_moves: int, budget_bytes: int, start: Callable[[Move], bool], drop: Callable[[Move], None]) -> None:
+        """At most `num_moves` are started ahead. `start(move)` returns False if it cannot start yet; `drop(move)` discards it."""
         self.budget_bytes = budget_bytes
-        self._batch_bytes = batch_bytes
         self._start = start
         self._drop = drop
         self._trace = Trace()
@@ -67,7 +57,7 @@ class Runner:
         if self._is_stale:
             self._give_up_all()
             order, backward_at = self._trace.order()
-            self._plan = make_plan(order, backward_at, self.budget_bytes, self.depth.now, self._batch_bytes)
+            self._plan = make_plan(order, backward_at, self.budget_bytes, self.depth.now)
             self._is_stale = False
         self._phase = phase
         self._trace.begin(phase)
