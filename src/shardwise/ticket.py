@@ -157,12 +157,13 @@ _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()  # Lanes whose thread was star
 class Lane:
     """One daemon thread that runs the jobs of a queue strictly in order.
 
-    `interrupt`, if given, is called when the script ends while a job runs. It must make a job that waits for other ranks raise.
+    `interrupt`, a bound method, is called when the script ends while a job runs. It must make a job that waits for other ranks
+    raise. It is held weakly, because its object holds the Lane; jobs hold what they need.
     """
 
     def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
         self._name = name
-        self._interrupt = interrupt
+        self._interrupt = None if interrupt is None else weakref.WeakMethod(interrupt)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Job | None = None
@@ -193,8 +194,9 @@ class Lane:
 
     def interrupt(self, patience_s: float) -> None:
         """Wait up to `patience_s` for the queued jobs; make them raise if they have not ended by then."""
-        if self._last is not None and not self._last.is_done_within(patience_s) and self._interrupt is not None:
-            self._interrupt()
+        interrupt = None if self._interrupt is None else self._interrupt()
+        if self._last is not None and not self._last.is_done_within(patience_s) and interrupt is not None:
+            interrupt()
 
     def end(self) -> None:
         """End the thread, whether or not its jobs succeeded."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -461,3 +464,40 @@ def initialised_under_an_alias() -> bool:
 
 def test_initialising_after_an_alias_was_held(pool: RankPool) -> None:
     assert pool.run(initialised_under_an_alias) == [True, True]
+
+
+# -- what a construction leaves ------------------------------------------------------------------------------------
+
+
+class TiedLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.kept = self.head.weight if dist.get_rank() == 0 else None  # user code may hold what tying replaces
+        self.head.weight = self.table.weight
+
+
+def leftovers() -> tuple[bool, int, list[bool]]:
+    """Without the garbage collector: whether a held parameter has its values, Units after building, and what is left."""
+    gc.collect()
+    gc.disable()
+    try:
+        with sw.sharded_init():
+            model = TiedLater()
+        construction = model.table.weight._shardwise.unit.owner
+        num_units = len(construction.digests)
+        is_usable = model.kept is None or bool(model.kept._shardwise.unit.shard.count_nonzero())
+        ends = [weakref.ref(construction), weakref.ref(construction.transport), *map(weakref.ref, construction.digests)]
+        model.kept = None
+        del construction
+        sharded(model, stage=3).close()
+        return is_usable, num_units, [end() is None for end in ends[:3]]
+    finally:
+        gc.enable()
+
+
+def test_a_construction_ends_without_the_garbage_collector(pool: RankPool) -> None:
+    (is_usable, num_held, _), (_, num_units, is_gone) = pool.run(leftovers)
+    assert is_usable and (num_held, num_units) == (2, 1), "what tying replaced goes, unless user code holds it"
+    assert is_gone == [True] * 3

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -100,10 +99,8 @@ def assemble(
             _fill_unit(unit, spec)
         units.append(unit)
         heap.freed(unit.full_bytes)
-    if constructions:
-        while constructions:
-            constructions.pop().release()
-        gc.collect()  # a Construction and its Units form reference cycles that hold vectors and a file
+    while constructions:
+        constructions.pop().release()
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
     thaw = _Thaw(offload)

@@ -8,7 +8,7 @@ operation on a parameter (a framework's own initialisation, `apply`, tying) gath
 from __future__ import annotations
 
 import contextlib
-import gc
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,12 @@ from shardwise.comm import Transport, World, make_transport
 from shardwise.config import Offload
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
-from shardwise.engine.window import Window
+from shardwise.engine.window import ROOM_BYTES, Window
 from shardwise.errors import FreedParameterError, ShardwiseError
 from shardwise.partition import (
     Blueprint,
     Handle,
+    Slot,
     Unit,
     UnitDtypes,
     absorb,
@@ -58,7 +59,8 @@ class Construction:
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, weakref.ref[nn.Module]] = {}  # modules with parameters to be partitioned, in order
         self._loaded: dict[int, weakref.ref[nn.Module]] = {}  # those of them in which weights replace meta parameters
-        self._window = Window(self.gather, self._write_back)
+        me = weakref.proxy(self)  # no reference cycle: a Construction ends with the last of its models
+        self._window = Window(lambda unit: me.gather(unit), lambda unit: me._write_back(unit))
         self._is_open = True
         self._num_units = 0
         self._read: tuple[Unit, torch.Tensor] | None = None
@@ -66,6 +68,7 @@ class Construction:
         self._shelves: weakref.WeakKeyDictionary[Unit, Shelf] = weakref.WeakKeyDictionary()  # if shards go to disk
         self._mover = Mover(world.device, self.ledger)
         self._heap = Heap()
+        self._scratch: torch.Tensor | None = None
 
     @property
     def is_on_disk(self) -> bool:
@@ -189,7 +192,10 @@ class Construction:
                     "siblings, through .data or a view) was written after others had been touched, and the write was lost. "
                     "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
                 )
-        gc.collect()  # parameters that tying has replaced are in reference cycles with their Units
+        self._scratch = None
+        for unit in list(self.digests):
+            if not _is_used(unit):
+                unit.params.clear()  # ends the reference cycle of a Unit and its parameters, which tying has replaced
         self._heap.give_back()
 
     def touch(self, units: Sequence[Unit]) -> bool:
@@ -219,17 +225,25 @@ class Construction:
         unit.discard_kept()
         if not self._is_open or unit.keeps_memory:  # user code holds a view, which must show the new values
             return False
-        value = torch.empty_strided(place.shape, place.stride, dtype=unit.dtypes.stored, device=unit.blueprint.device)
+        value = self._scratch_for(unit, place)
         write(value)
         flat = flat_values(value, place.stride)
         with self._on_device(unit, keeps_changes=True):
             store(unit, handle.slot, flat)
         self.digests[unit][handle.slot] = checksum(flat)
         unit.changed([handle.slot])
-        num_bytes = value.nbytes
-        del value, flat
-        self._heap.freed(num_bytes)
         return True
+
+    def _scratch_for(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """Memory for one parameter's new value. Small ones share it: clearing new pages would take as long as filling them."""
+        dtype, device = unit.dtypes.stored, unit.blueprint.device
+        num_bytes = slot.numel * dtype.itemsize
+        if num_bytes > ROOM_BYTES:
+            self._heap.freed(num_bytes)
+            return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=device)
+        if self._scratch is None or self._scratch.numel() < num_bytes or self._scratch.device != device:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return self._scratch[:num_bytes].view(dtype).as_strided(slot.shape, slot.stride)
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
         """Nothing to do: `shard` looks at which parameters require gradients."""
@@ -285,6 +299,13 @@ class Construction:
 def _alive(modules: dict[int, weakref.ref[nn.Module]]) -> list[nn.Module]:
     """The modules that still exist, in order."""
     return [module for ref in list(modules.values()) if (module := ref()) is not None]
+
+
+def _is_used(unit: Unit) -> bool:
+    """Whether anything but the Unit itself holds one of its parameters."""
+    alone = [object()]
+    num_alone = [sys.getrefcount(entry) for entry in alone]
+    return [sys.getrefcount(param) for param in unit.params] != num_alone * len(unit.params)
 
 
 def was_built_on_disk(model: nn.Module) -> bool:
