@@ -168,7 +168,7 @@ class Run:
         Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
         next one is asked for.
         """
-        self._runtime.changes.absorb()
+        self._runtime.changes.store_written()
         by_unit: dict[int, list[tuple[str, int]]] = {}
         others: list[tuple[str, Any]] = []
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -245,7 +245,7 @@ class Run:
         """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must
         iterate.
         """
-        self._runtime.changes.absorb()
+        self._runtime.changes.store_written()
         for unit, names in self._by_unit():
             full = self._survivors.full_masters(unit)
             for slot, name in names.items():
@@ -258,7 +258,7 @@ class Run:
 
     def master(self, name: str) -> torch.Tensor:
         """The full value of a parameter that the optimizer updates (fp32 or wider). All ranks must call."""
-        self._runtime.changes.absorb()
+        self._runtime.changes.store_written()
         unit, slot = self._place(name)
         return _param_view(unit, slot, self._survivors.full_masters(unit)).clone()
 

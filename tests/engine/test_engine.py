@@ -106,7 +106,7 @@ def unused_keeps_moments(stage: int) -> tuple[bool, int]:
         update.master
         for unit in run._runtime.units
         for update in unit.pieces
-        if unit.layout.slots[update.piece.slot_index].name.startswith("branches.0.")
+        if unit.layout.slots[update.bounds.slot_index].name.startswith("branches.0.")
     ]
     value = run.master("branches.0.weight")
     before = [(opt.state[p]["exp_avg"].clone(), float(opt.state[p]["step"])) for p in mine]

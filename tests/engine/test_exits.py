@@ -75,7 +75,7 @@ def test_five_hundred_two_rank_runs_end_by_their_scripts() -> None:
         [sys.executable, str(Path(__file__).parents[1] / "exits.py"), "500"],
         capture_output=True,
         text=True,
-        timeout=3600,
+        timeout=7200,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )

@@ -143,7 +143,7 @@ def _spare_pages(world: World, blueprints: Sequence[Blueprint], ledger: Ledger) 
 
 def _mark(runtime: Runtime) -> dict[str, int]:
     """Identifies the Pieces that an optimizer's states belong to; checked when a state dict is loaded."""
-    layout = repr([(unit.span, [update.piece for update in unit.pieces], unit.layout.slots) for unit in runtime.units])
+    layout = repr([(unit.span, [update.bounds for update in unit.pieces], unit.layout.slots) for unit in runtime.units])
     return {
         "rank": runtime.world.shard.rank,
         "world_size": runtime.world.shard.size,

@@ -14,7 +14,7 @@ from shardwise.comm import Transport, World
 from shardwise.engine.gathering import Gathering
 from shardwise.engine.offload import Offloading
 from shardwise.errors import RanksDifferError
-from shardwise.partition import Unit, absorb, differs, write_back
+from shardwise.partition import Unit, copy_assigned, differs, write_back
 from shardwise.tiers import checksum
 
 
@@ -27,9 +27,9 @@ class Changes:
         self._world = world
         self._transport = transport
         self._offload = offload
-        self._shared: list[Unit] = []  # Units whose memory user code on any rank held at the last `absorb`
+        self._shared: list[Unit] = []  # Units whose memory user code on any rank held at the last `store_written`
 
-    def absorb(self) -> None:
+    def store_written(self) -> None:
         """Store what user code on any rank has written to parameters in shards and masters.
 
         All ranks must call. It is a fence too: when it returns, every rank has called it.
@@ -39,7 +39,7 @@ class Changes:
             if unit.is_always_full:
                 # With a narrower stored dtype masters would overwrite an unnoticed write: compare all values.
                 if unit.may_be_written() or (unit.blueprint.is_narrow and differs(unit)):
-                    absorb(unit)
+                    copy_assigned(unit)
                     use.is_written = True
             elif unit.was_written_while_freed:
                 unit.reopen() if unit.keeps_memory else self._gathering.gather(unit)  # gathering an overlay needs no other rank
@@ -65,7 +65,7 @@ class Changes:
         """Before a forward: round what user code has written to the stored dtype, so that the model computes with it."""
         for unit in self._units:
             if unit.is_always_full and unit.blueprint.is_narrow and unit.may_be_written():
-                absorb(unit)
+                copy_assigned(unit)
                 with self._offload.on_device(unit, keeps_changes=True):
                     write_back(unit)
                 unit.writes.note()

@@ -33,7 +33,7 @@ from shardwise.partition import (
     Slot,
     Unit,
     UnitDtypes,
-    absorb,
+    copy_assigned,
     flat_values,
     make_layout,
     storage_stride,
@@ -165,7 +165,7 @@ class Construction:
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
-        absorb(unit)
+        copy_assigned(unit)
         with self._on_device(unit, keeps_changes=True):
             write_back(unit)
         self.digests[unit] = [checksum(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]

@@ -15,7 +15,7 @@ from shardwise.engine.offload import Offloading
 from shardwise.engine.saved import SavedPlaces
 from shardwise.engine.transforms import outside_transforms
 from shardwise.observe import EventLog, pause
-from shardwise.partition import Unit, UnitState, absorb
+from shardwise.partition import Unit, UnitState, copy_assigned
 from shardwise.schedule import Move, Runner
 from shardwise.ticket import Ticket
 from shardwise.tiers import SparePages
@@ -191,7 +191,7 @@ class Gathering:
         if not unit.is_gathered or unit.is_always_full or use.is_needed:
             return
         if unit.may_be_written():
-            absorb(unit)
+            copy_assigned(unit)
             use.is_written = True  # stays gathered until all ranks reach a point where they can store the change
             return
         self._events.emit("free", unit.name)

@@ -247,7 +247,7 @@ class OffloadedGrads(GradHome):
         for piece, has in zip(unit.pieces, unit.grads(), strict=True):
             if piece.slot in slots and not self._holds(has):
                 zero = torch.zeros((), dtype=piece.master.dtype, device=unit.blueprint.device)
-                piece.set_grad(zero.expand(piece.piece.numel))
+                piece.set_grad(zero.expand(piece.bounds.numel))
 
     def _holds(self, grad: torch.Tensor | None) -> bool:
         """False for a zeroed gradient: the shelf still has the old values, which must be replaced."""

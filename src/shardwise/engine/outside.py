@@ -23,7 +23,7 @@ from shardwise.partition import (
     Handle,
     ShardedParameter,
     Unit,
-    absorb,
+    copy_assigned,
     differs,
     flat_values,
     store,
@@ -79,7 +79,7 @@ class Outside:
         """Keep Units gathered inside the context; at its end, write changes back to the shards."""
         runtime = self._runtime
         runtime.gathering.settle()
-        runtime.changes.absorb()
+        runtime.changes.store_written()
         runtime.transport.fence()  # full parameters may be in shared memory: no rank may still read what is written now
         done: list[Unit] = []
         self.num_contexts += 1
@@ -111,7 +111,7 @@ class Outside:
         """Write what user code changed back to the shards; all ranks must have made the same change."""
         runtime = self._runtime
         for unit in units:
-            absorb(unit)
+            copy_assigned(unit)
         flags = []
         for unit in units:
             is_written = unit.may_be_written()
@@ -166,7 +166,7 @@ class Outside:
             ]
             if written:
                 for unit in written:
-                    absorb(unit)
+                    copy_assigned(unit)
                     runtime.gathering.use(unit).is_written = True
                 runtime.gathering.settle()
                 runtime.changes.store(written)
@@ -202,7 +202,7 @@ class Outside:
             runtime.start_afresh()  # the load before this one raised
         if self._loading is None:
             runtime.gathering.settle()
-            runtime.changes.absorb()
+            runtime.changes.store_written()
             runtime.transport.fence()
             self._loading = Window(self._open_window, self._close_window)
         self._loading_depth += 1
@@ -255,7 +255,7 @@ class Outside:
     def _close_window(self, unit: Unit) -> None:
         runtime = self._runtime
         runtime.transport.fence()
-        absorb(unit)
+        copy_assigned(unit)
         with runtime.offload.on_device(unit, keeps_changes=True):
             write_back(unit)
         unit.writes.note()

@@ -340,7 +340,7 @@ class Runtime:
             self.start_afresh()
         self.gathering.settle()
         self._free_for_step()
-        self.changes.absorb()  # ranks meet here: from now on none reads the shards that will change
+        self.changes.store_written()  # ranks meet here: from now on none reads the shards that will change
         self.gathering.discard_kept()
         self.gradients.home.settle()
         self._update_began = self.events.now()
@@ -357,7 +357,7 @@ class Runtime:
     def after_closure(self) -> None:
         """After the optimizer's closure: store what it has changed; no rank updates before all have ended its forward passes."""
         self.gathering.settle()
-        self.changes.absorb()
+        self.changes.store_written()
 
     def _fence(self) -> None:
         begin = self.events.now()

@@ -42,7 +42,7 @@ class Survivors:
 
     def ranges(self) -> Iterator[Range]:
         """This rank's ranges of all states as long as their parameter, fetching one vector at a time. All ranks must iterate."""
-        self._runtime.changes.absorb()
+        self._runtime.changes.store_written()
         for unit in self._runtime.units:
             own = unit.layout.pieces(unit.rank)
             with self._master(unit) as master:
@@ -97,7 +97,7 @@ class Survivors:
         with contextlib.nullcontext() if stream is None else stream.on_device(unit, kind) as vector:
             for piece in own:
                 number, update = updates[piece.slot_index]
-                skipped = piece.param_start - update.piece.param_start  # at stage 0, where the span is the full vector
+                skipped = piece.param_start - update.bounds.param_start  # at stage 0, where the span is the full vector
                 if vector is None:
                     values = self._state(update).get(kind)
                 else:

@@ -65,8 +65,8 @@ class Run:
     def parts(self) -> Iterator[tuple[int, UpdatePiece, int, int]]:
         """(number of the piece, the piece, low, high) for every piece with elements in this run: [low, high) of the span."""
         for number, update in enumerate(self.unit.pieces):
-            start = update.piece.shard_start
-            low, high = max(start, self.low), min(start + update.piece.numel, self.high)
+            start = update.bounds.shard_start
+            low, high = max(start, self.low), min(start + update.bounds.numel, self.high)
             if low < high:
                 yield number, update, low, high
 

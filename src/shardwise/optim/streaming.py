@@ -342,7 +342,7 @@ class _Part:
         self._step, self._region, self._span = step, region, slice(low, high)
         self._held, self._portion = held, portion
         self._place = slice(run.at + low - run.low, run.at + high - run.low)
-        master, own = region.master_shelf, update.piece.shard_start
+        master, own = region.master_shelf, update.bounds.shard_start
         self.master = run.unit.master[self._span] if master is None else self._on(master)
         assert update.grad is not None
         self.placeholder = update.grad

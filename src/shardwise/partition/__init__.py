@@ -3,8 +3,8 @@
 Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `join_small`,
 `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`,
 `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory);
-`store`, `write_back`, `absorb`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values in and out of a Unit);
-`UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`,
+`store`, `write_back`, `copy_assigned`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values into and out of
+Units); `UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`,
 `name_of` (classes of parameters); `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those
 classes).
 
@@ -21,7 +21,7 @@ from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
 from shardwise.partition.unit import Unit, UpdatePiece
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, join_small, list_params
 from shardwise.partition.values import (
-    absorb,
+    copy_assigned,
     differs,
     flat_values,
     publish_master,
@@ -52,7 +52,7 @@ __all__ = [
     "UnitSpec",
     "UnitState",
     "UpdatePiece",
-    "absorb",
+    "copy_assigned",
     "differs",
     "fill_buckets",
     "find_units",

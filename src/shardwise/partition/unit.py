@@ -36,18 +36,18 @@ from shardwise.tiers import (
 class UpdatePiece:
     """One parameter's part inside this rank's span, as the optimizer sees it."""
 
-    piece: Piece
+    bounds: Piece
     master: nn.Parameter
 
     @property
     def slot(self) -> int:
         """The parameter's number in its Unit."""
-        return self.piece.slot_index
+        return self.bounds.slot_index
 
     @property
     def range(self) -> slice:
         """Where it lies in the span."""
-        return slice(self.piece.shard_start, self.piece.shard_start + self.piece.numel)
+        return slice(self.bounds.shard_start, self.bounds.shard_start + self.bounds.numel)
 
     @property
     def grad(self) -> torch.Tensor | None:

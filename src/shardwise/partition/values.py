@@ -63,7 +63,7 @@ def differs(unit: Unit) -> bool:
     return unit.has_own_master and _any_differs(unit, unit.master, unit.span.start)
 
 
-def absorb(unit: Unit) -> None:
+def copy_assigned(unit: Unit) -> None:
     """Copy tensors that user code assigned (`p.data = x`, `p.set_(x)`) into the full vector, and make parameters views again."""
     if not unit.is_gathered:
         return
