@@ -18,8 +18,9 @@ from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
 from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
-from shardwise.partition.unit import Unit, UpdatePiece
+from shardwise.partition.unit import Unit
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, join_small, list_params
+from shardwise.partition.update_piece import UpdatePiece
 from shardwise.partition.values import (
     copy_assigned,
     differs,

@@ -15,9 +15,10 @@ from torch import nn
 from shardwise.errors import FreedParameterError
 from shardwise.partition.blueprint import Blueprint, Span, UnitDtypes
 from shardwise.partition.freed import managed_classes
-from shardwise.partition.layout import Layout, Piece
+from shardwise.partition.layout import Layout
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move
-from shardwise.partition.raw import DATA, GRAD, own_grad, point_at, set_own_grad
+from shardwise.partition.raw import DATA, GRAD, point_at, set_own_grad
+from shardwise.partition.update_piece import UpdatePiece
 from shardwise.partition.writes import Writes
 from shardwise.tiers import (
     FixedBuffer,
@@ -30,33 +31,6 @@ from shardwise.tiers import (
     make_full_buffer,
     own_storage,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdatePiece:
-    """One parameter's part inside this rank's span, as the optimizer sees it."""
-
-    bounds: Piece
-    master: nn.Parameter
-
-    @property
-    def slot(self) -> int:
-        """The parameter's number in its Unit."""
-        return self.bounds.slot_index
-
-    @property
-    def range(self) -> slice:
-        """Where it lies in the span."""
-        return slice(self.bounds.shard_start, self.bounds.shard_start + self.bounds.numel)
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The Piece's reduced gradient."""
-        return own_grad(self.master)
-
-    def set_grad(self, grad: torch.Tensor | None) -> None:
-        """Set the gradient that the optimizer reads."""
-        set_own_grad(self.master, grad)
 
 
 class Unit:
