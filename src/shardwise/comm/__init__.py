@@ -1,7 +1,7 @@
 """How do ranks combine?
 
 Public names: `World`, `Axis` (rank, size, small collectives on `torch.distributed`); `Transport`, `Reservation`, `Counters`,
-`Source`, `Sink`, `PeerShards`, `make_transport`, `own_slice` (gather and reduce of flat vectors); `JoinedSource` and `JoinedSink`
+`Source`, `Sink`, `PeerShards`, `make_transport`, `own_slice` (gather and reduce of flat vectors); `BucketSource` and `BucketSink`
 (several vectors in one reduction); `host_identity`.
 
 Invariants: with two ranks, all CPU transports give bitwise the same results. The shared-memory, pairwise and alone transports
@@ -11,7 +11,7 @@ The shared-memory, pairwise and combined transports name their operations in err
 refuse all work after their first failure.
 """
 
-from shardwise.comm.joined import JoinedSink, JoinedSource
+from shardwise.comm.bucket import BucketSink, BucketSource
 from shardwise.comm.segment import host_identity
 from shardwise.comm.transport import Counters, PeerShards, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.transports import make_transport
@@ -19,9 +19,9 @@ from shardwise.comm.world import Axis, World
 
 __all__ = [
     "Axis",
+    "BucketSink",
+    "BucketSource",
     "Counters",
-    "JoinedSink",
-    "JoinedSource",
     "PeerShards",
     "Reservation",
     "Sink",

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import JoinedSink, JoinedSource, Transport, World
+from shardwise.comm import BucketSink, BucketSource, Transport, World
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.arrivals import Arrived
 from shardwise.engine.grad_home import GradHome
@@ -158,8 +158,8 @@ class Gradients:
             first.index,
             sum(lengths),
             first.dtypes.reduce,
-            sources[0] if len(bucket) == 1 else JoinedSource(sources, lengths),
-            sinks[0] if len(bucket) == 1 else JoinedSink(sinks, lengths),
+            sources[0] if len(bucket) == 1 else BucketSource(sources, lengths),
+            sinks[0] if len(bucket) == 1 else BucketSink(sinks, lengths),
         )
 
     def _finish_oldest(self) -> None:

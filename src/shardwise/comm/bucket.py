@@ -1,4 +1,4 @@
-"""Reduces several vectors as one. Rank r's slice of the joined vector is its slice of each of them, one after the other."""
+"""Reduces several vectors as one. Rank r's slice of the bucket is its slice of each of them, one after the other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from shardwise.comm.transport import Sink, Source
 
 
-class _Joined:
+class _Bucket:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
         self._total = sum(lengths)
 
     def _cover(self, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split a range of the joined vector into (part, start in the part's vector, start in the range, length)."""
+        """Split a range of the bucket into (part, start in the part's vector, start in the range, length)."""
         done = 0
         while done < numel:
             rank, at = divmod(start + done, self._total)
@@ -28,7 +28,7 @@ class _Joined:
                 at -= length
 
 
-class JoinedSource(_Joined):
+class BucketSource(_Bucket):
     """Full gradients of several Units, joined. Their shards have `lengths` elements."""
 
     def __init__(self, sources: Sequence[Source], lengths: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class JoinedSource(_Joined):
         self._sources = sources
 
     def __call__(self, start: int, out: torch.Tensor) -> None:
-        """Write a range of the joined vector into `out`."""
+        """Write a range of the bucket into `out`."""
         for number, at, offset, numel in self._cover(start, out.numel()):
             self._sources[number](at, out[offset : offset + numel])
 
@@ -46,7 +46,7 @@ class JoinedSource(_Joined):
         return self._sources[number].view(at, numel) if length == numel else None
 
 
-class JoinedSink(_Joined):
+class BucketSink(_Bucket):
     """Gradient shards of several Units, joined."""
 
     def __init__(self, sinks: Sequence[Sink], lengths: Sequence[int]) -> None:

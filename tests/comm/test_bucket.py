@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardwise.comm import JoinedSink, JoinedSource
+from shardwise.comm import BucketSink, BucketSource
 
 
 class Vector:
@@ -60,7 +60,7 @@ def test_any_range_of_the_joined_vector_is_read(seed: int) -> None:
     lengths = [rng.randint(1, 25) for _ in range(rng.randint(1, 6))]
     vectors = [torch.rand(ranks * n) for n in lengths]
     expected = joined(vectors, lengths, ranks)
-    source = JoinedSource([Vector(v) for v in vectors], lengths)
+    source = BucketSource([Vector(v) for v in vectors], lengths)
     for start, numel in chunks(expected.numel(), rng):
         out = torch.full((numel,), -1.0)
         source(start, out)
@@ -78,7 +78,7 @@ def test_every_element_reaches_its_shard_once(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 25) for _ in range(rng.randint(1, 6))]
     shards = [Shard(n) for n in lengths]
-    sink = JoinedSink(shards, lengths)
+    sink = BucketSink(shards, lengths)
     totals = torch.rand(sum(lengths))
     for start, numel in chunks(totals.numel(), rng):
         place = sink.place(start, numel)
