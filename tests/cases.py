@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -157,11 +158,16 @@ JOINS = {"none": 0.0, "some": 0.67, "all": 1.0}
 """How small Units are joined: up to this share of the model's bytes."""
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, joins: str = "none", **options: Any) -> sw.Run:
+DEFAULT_JOINS = os.environ.get("SHARDWISE_TEST_JOINS", "none")
+
+
+def sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, joins: str = DEFAULT_JOINS, **options: Any
+) -> sw.Run:
     """`sw.shard`, and two things more.
 
     The transport "copied" is shared memory where gathers copy, as without the kernel's page records. By default small Units stay
-    apart, as large ones do; `joins` is one of JOINS.
+    apart, as large ones do; `joins` is one of JOINS. SHARDWISE_TEST_JOINS=all runs the suite with users' default.
     """
     options.setdefault("min_unit_bytes", int(JOINS[joins] * sum(p.numel() * p.element_size() for p in model.parameters())))
     if options.get("transport") != "copied":

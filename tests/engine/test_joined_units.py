@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from cases import sharded
+from cases import Patched, sharded
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.tiers import Kind, Tier
 
@@ -140,3 +141,108 @@ def test_the_formula_counts_what_stays_gathered(pool: RankPool, is_adapted: bool
     for bound in (0, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES):
         for seen, predicted, largest in pool.run(most_gathered, bound, is_adapted):
             assert largest <= seen == predicted, (bound, seen, predicted)
+
+
+# -- blocks that are called without the model's own forward ------------------------------------------------------------
+
+
+def by_blocks(transport: str, bound: int) -> tuple[bool, int]:
+    """Blocks are called one by one; over shared memory some are frozen, and rank 1 uses only those. Counts a step's gathers."""
+    torch.default_generator.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    model = nn.ModuleDict({name: make() for name in ("first", "second", "third", "fourth")})
+    for name in ("third", "fourth"):
+        model[name].requires_grad_(transport != "shared")
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, plain)]
+    run = sharded(model, optimizers[0], stage=3, transport=transport, min_unit_bytes=bound, timeout_s=20.0)
+
+    def pairs(m: nn.Module, number: int) -> torch.Tensor:
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(number), requires_grad=True)
+        uses_frozen = torch.distributed.get_rank() == 1 and transport == "shared"
+        first, second = ("third", "fourth") if uses_frozen else ("first", "second")
+        return m[second](m[first](x)).square().mean()
+
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], pairs, steps=3)
+    run.events.clear()
+    pairs(model, 9).backward()
+    num_gathers = len(run.events.listing("gather"))
+    run.close()
+    return report.is_bitwise, num_gathers
+
+
+@pytest.mark.parametrize("transport", ["shared", "copied", "pairwise"])
+def test_blocks_that_are_called_alone_are_joined_in_backward_too(pool: RankPool, transport: str) -> None:
+    apart = pool.run(by_blocks, transport, 0)
+    joined = pool.run(by_blocks, transport, 100 * BLOCK_BYTES)
+    assert all(is_bitwise for is_bitwise, _ in [*apart, *joined])
+    for (_, alone), (_, together) in zip(apart, joined, strict=True):
+        assert together <= alone, "a call gathers its Unit once, not once per operation"
+
+
+# -- several that linger, and several kinds ----------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    def __init__(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, 256, dtype=dtype) * 0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(self.weight.dtype)
+        return x + ((y @ self.weight.t()) @ self.weight).to(x.dtype)
+
+
+def uneven(sizes: list[int], bound: int) -> tuple[int, int]:
+    torch.default_generator.manual_seed(0)
+    model = nn.Sequential(*(Rows(rows) for rows in sizes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sharded(model, optimizer, stage=3, transport="copied", min_unit_bytes=1024 * bound)
+    exchange = run.transport.planned_exchange_bytes
+    begin = run.ledger.now(Tier.HOST, Kind.BUFFER)
+    for _ in range(2):
+        model(torch.ones(2, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = run.ledger.peak(Tier.HOST, Kind.BUFFER) - begin, run.predicted_memory().buffer - exchange
+    run.close()
+    return result
+
+
+def test_the_formula_counts_all_that_linger(pool: RankPool) -> None:
+    rng = random.Random(7)
+    cases = [[25, 25, 76, 25, 25, 60, 40], *([rng.randrange(1, 90) for _ in range(9)] for _ in range(8))]
+    for sizes in cases:
+        for seen, predicted in pool.run(uneven, sizes, 100):
+            assert seen <= predicted, (sizes, seen, predicted)
+
+
+def most_grads(bound: int) -> tuple[int, int]:
+    """Largest bytes of local gradients that have arrived, the Unit's or not, beside the reduced ones; and the formula's."""
+    torch.default_generator.manual_seed(0)
+    model = nn.Sequential(*(Rows(60) if number % 2 else Rows(1100, torch.float64) for number in range(24)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sharded(model, optimizer, stage=2, transport="copied", min_unit_bytes=bound)
+    arrivals, most = run._runtime._arrivals, 0
+    begin_backward = type(run._runtime).begin_backward
+
+    def look(runtime: object, tensor: torch.Tensor | None = None) -> None:
+        nonlocal most
+        waiting = sum(entry.grad.nbytes for arrived in arrivals._arrived for entry in arrived)
+        most = max(most, waiting + run.ledger.now(Tier.HOST, Kind.GRAD))
+        begin_backward(runtime, tensor)
+
+    with Patched(type(run._runtime), "begin_backward", look):
+        for _ in range(2):
+            model(torch.ones(2, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    result = most, run.predicted_memory().grad
+    run.close()
+    return result
+
+
+def test_gradients_of_a_unit_that_spans_the_model_are_counted(pool: RankPool) -> None:
+    for bound in (0, 2 << 20):
+        for seen, predicted in pool.run(most_grads, bound):
+            assert seen <= predicted, (bound, seen, predicted)

@@ -31,6 +31,7 @@ from shardwise.ticket import Lane, Ticket
 
 _GRAIN = 256  # chunk lengths are multiples of this many elements
 _MOST_RANKS_BY_MESSAGES = 8  # that agree by messages
+_MAX_TAG = 1 << 30
 
 
 class _ExchangeSet:
@@ -165,7 +166,8 @@ class PairwiseTransport(Transport):
         operation = self.watch.begin("meeting", "combine")
         rows = torch.empty(self.world.world_size, values.numel(), dtype=values.dtype)
         rows[self.world.rank] = values
-        works = _swap(self._meeting_messages, values, {peer: rows[peer] for peer in self.world.peers()}, 0)
+        # The tag says how many values: ranks that disagree wait for each other and fail, instead of reading half a message.
+        works = _swap(self._meeting_messages, values, {peer: rows[peer] for peer in self.world.peers()}, values.nbytes % _MAX_TAG)
         self.watch.wait_all(works, operation)
         return combined(rows, op)
 

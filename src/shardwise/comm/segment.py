@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -79,7 +79,7 @@ class SharedSegments:
                 f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: {problem}. "
                 "Use transport='pairwise'."
             )
-        return [answer for answer in outcome.results if answer is not None]
+        return [cast(_Answer, answer) for answer in outcome.results]
 
     def _make(self) -> tuple[int, int]:
         """Make a file with all pages allocated, so that a lack of memory raises now and does not kill the process in a step."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise.comm.watch import Watch
 from shardwise.comm.world import World
+from shardwise.errors import LifecycleError
 from shardwise.ticket import Done, Ticket
 from shardwise.tiers import FullBuffer
 
@@ -210,6 +211,8 @@ def combined(rows: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce `rows`, one per rank, in rank order."""
     if op == dist.ReduceOp.MAX:
         return rows.amax(dim=0)
+    if op != dist.ReduceOp.SUM:
+        raise LifecycleError(f"ranks agree by MAX and SUM, not by {op}: a broken invariant.")
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

@@ -137,7 +137,9 @@ class World:
         except errors as error:
             problem = error
         everyone = self.gather_objects((result, None if problem is None else str(problem)))
-        return Outcome([theirs for theirs, _ in everyone], {r: text for r, (_, text) in enumerate(everyone) if text}, problem)
+        return Outcome(
+            [theirs for theirs, _ in everyone], {r: text for r, (_, text) in enumerate(everyone) if text is not None}, problem
+        )
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up only."""

@@ -239,7 +239,7 @@ class Construction:
         dtype, device = unit.dtypes.stored, unit.blueprint.device
         num_bytes = slot.numel * dtype.itemsize
         if num_bytes > ROOM_BYTES:
-            self._heap.freed(num_bytes)
+            self._heap.freed(num_bytes)  # when the caller has stored it
             return torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device=device)
         if self._scratch is None or self._scratch.numel() < num_bytes or self._scratch.device != device:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -304,8 +304,10 @@ def _alive(modules: dict[int, weakref.ref[nn.Module]]) -> list[nn.Module]:
 def _is_used(unit: Unit) -> bool:
     """Whether anything but the Unit itself holds one of its parameters."""
     alone = [object()]
-    num_alone = [sys.getrefcount(entry) for entry in alone]
-    return [sys.getrefcount(param) for param in unit.params] != num_alone * len(unit.params)
+    (num_alone,) = [sys.getrefcount(entry) for entry in alone]
+    if any(count > num_alone for count in [sys.getrefcount(param) for param in unit.params]):
+        return True
+    return any(param._use_count() > 1 for param in unit.params if hasattr(param, "_use_count"))  # held by a graph
 
 
 def was_built_on_disk(model: nn.Module) -> bool:

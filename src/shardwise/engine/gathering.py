@@ -169,7 +169,7 @@ class Gathering:
 
         Together those take no more than the largest joined Unit.
         """
-        if not unit.blueprint.joined_paths or unit.is_overlaid or self.use(unit).is_needed:
+        if not unit.blueprint.joined_paths or unit.is_overlaid or self.use(unit).is_needed or not unit.is_gathered:
             self.free(unit)
             return
         self._lingering.pop(unit.index, None)

@@ -85,8 +85,10 @@ def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[E
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
         if not unit.is_always_full:
-            paths = () if unit.is_overlaid else unit.blueprint.joined_paths
-            for module in [model.get_submodule(path) for path in paths] or [unit.module]:
+            opened_by = {model.get_submodule(path) for path in unit.blueprint.joined_paths} or {unit.module}
+            if unit.is_overlaid and unit.blueprint.joined_paths:
+                opened_by.add(model)  # costs no memory, and calls below it find the Unit open
+            for module in opened_by:
                 found[module].setdefault(unit, [])
     found[model].update({})  # the model gets hooks even if it opens nothing: parameters may be touched in its forward
     for module in model.modules():

@@ -97,9 +97,8 @@ class Runtime:
     def enter(self, entries: Sequence[Entry], inputs: Any, *, is_root: bool = False, is_lookup: bool = False) -> Any:
         """Gather a module's Units before its forward. Returns the inputs to use instead of the given ones, or None."""
         if self._frames and not is_root and self.gathering.are_open(entries):
-            frame = Frame(entries, None)
-            self._frames.append(frame)
-            self._keep_places(frame)
+            self._frames.append(Frame(entries, None))
+            self._keep_places(self._frames[-1])
             return None
         was_interrupted = is_root and any(frame.is_root for frame in self._frames)
         if not is_inside_autograd() and (self.in_backward or self.outside.is_loading or was_interrupted):
@@ -130,7 +129,8 @@ class Runtime:
 
     def _open(self, unit: Unit, slots: Sequence[int], frame: Frame) -> None:
         use = self.gathering.use(unit)
-        is_nested, use.scopes = use.scopes > 0 and not unit.is_covered, use.scopes + 1
+        is_nested = use.scopes > 0 and not unit.is_covered
+        use.scopes += 1
         frame.opened.append(unit)
         if unit.is_covered and not slots:
             return  # the modules below that hold the parameter gather it; this call only keeps it from being freed

@@ -45,7 +45,7 @@ class Blueprint:
     path: str
     """Path of the module whose forward gathers it."""
     joined_paths: tuple[str, ...] = ()
-    """If small Units were joined: the modules whose forward gathers it, unless it is an overlay, which costs nothing."""
+    """If small Units were joined: the modules whose forward gathers it, instead of `path`."""
     layout: Layout
     rank: int
     """The number of this rank's slice of the flat vector."""

@@ -54,7 +54,7 @@ class UnitSpec:
     infos: tuple[ParamInfo, ...]
     is_trainable: bool
     joined_paths: tuple[str, ...] = ()
-    """The modules that gather it, if it was joined and they are several."""
+    """The modules that open it, if it was joined."""
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +101,7 @@ def find_units(model: nn.Module, rule: UnitRule | None, max_unit_bytes: int) -> 
 def join_small(specs: Sequence[UnitSpec], min_unit_bytes: int) -> list[UnitSpec]:
     """Join small Units, in order, up to `min_unit_bytes` together. Units of another dtype, and frozen ones, are joined apart.
 
-    A joined Unit is gathered by each module whose Unit it was made of. If there is only one, the model's own forward gathers it.
+    A joined Unit is opened by each module whose Unit it was made of; the only joined Unit of a model by the model's forward too.
     """
     open_groups: dict[tuple[torch.dtype, bool], list[UnitSpec]] = {}
     groups: list[list[UnitSpec]] = []
@@ -122,7 +122,7 @@ def _joined(specs: Sequence[UnitSpec], *, is_only: bool) -> UnitSpec:
         module_path="",
         infos=tuple(info for spec in specs for info in spec.infos),
         is_trainable=specs[0].is_trainable,
-        joined_paths=() if is_only else tuple(dict.fromkeys(spec.module_path for spec in specs)),
+        joined_paths=tuple(dict.fromkeys([*([""] if is_only else []), *(spec.module_path for spec in specs)])),
     )
 
 

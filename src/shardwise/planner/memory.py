@@ -131,7 +131,13 @@ def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
     kinds = [(u.stored_itemsize, u.compute_itemsize, u.master_itemsize) for u in units]
     buckets = fill_buckets([u.shard_numel * u.master_itemsize for u in units], kinds)
     sizes = [sum(units[at].full_numel * units[at].compute_itemsize for at in bucket) for bucket in buckets]
-    return _largest_run(sizes, num_buckets)
+    # Units of other dtypes lie between the parts of a joined one: its gradients wait for each other beside theirs.
+    joined: dict[tuple[int, ...], int] = {}
+    for unit, kind in zip(units, kinds, strict=True):
+        if unit.joined_paths:
+            joined[kind] = max(joined.get(kind, 0), unit.full_numel * unit.compute_itemsize)
+    waiting = sum(joined.values()) - (max(joined.values(), default=0) if len(set(kinds)) == len(joined) else 0)
+    return _largest_run(sizes, num_buckets) + waiting
 
 
 def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, offloaded: Collection[str], step_bytes: int) -> int:
@@ -150,18 +156,18 @@ def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, of
 def _largest_chain(units: Sequence[UnitSize]) -> int:
     """Bytes of the largest set of Units gathered together: a Unit stays gathered while modules below it run.
 
-    One joined Unit may stay gathered beside them, because the next block may use it.
+    Joined Units linger beside them, together at most as large as the largest one.
     """
     chains = [(u.joined_paths or (u.path,), 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize, u) for u in units]
-    largest = 0
+    largest, most_beside = 0, max((num_bytes for _, num_bytes, unit in chains if unit.joined_paths), default=0)
     for deepest in {path for paths, _, _ in chains for path in paths}:
         used, beside = 0, 0
         for paths, num_bytes, unit in chains:
             if any(path in ("", deepest) or deepest.startswith(path + ".") for path in paths):
                 used += num_bytes
             elif unit.joined_paths:
-                beside = max(beside, num_bytes)
-        largest = max(largest, used + beside)
+                beside += num_bytes
+        largest = max(largest, used + min(beside, most_beside))
     return largest
 
 
