@@ -82,15 +82,15 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
+        "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
     ]  # fmt: skip
     public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
     assert public == [
         "accumulating", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state",
         "iter_grads",
-        "iter_masters", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps", "placement",
-        "predicted_memory",
-        "report", "selfcheck", "transport", "units",
+        "iter_masters", "load", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps",
+        "placement", "predicted_memory",
+        "rank", "report", "save", "selfcheck", "transport", "units",
     ]  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """shardwise trains PyTorch models that do not fit in memory: ZeRO stages 0 to 3 for the user's own model, optimizer and loop.
 
-Public names: `shard`, `sharded_init`, `Run`, `Precision`, `LossScale`, `Offload`, `ShardwiseError`, `__version__`.
+Public names: `shard`, `sharded_init`, `Run`, `Checkpoints`, `Precision`, `LossScale`, `Offload`, `ShardwiseError`, `__version__`.
 """
 
 from shardwise.api import Run, shard, sharded_init
+from shardwise.checkpoint import Checkpoints
 from shardwise.config import LossScale, Offload, Precision
 from shardwise.errors import ShardwiseError
 
 __version__ = "0.1.0"
 
-__all__ = ["LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init"]
+__all__ = ["Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init"]

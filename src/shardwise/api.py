@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import checkpoint
 from shardwise.comm import Transport, World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
 from shardwise.engine import Runtime, Survivors, assemble, constructing, was_built_on_disk
@@ -117,6 +119,7 @@ class Run:
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
         """A `torch.amp.GradScaler` for this model; without `Precision(loss_scale=...)` it scales
         nothing."""
+        self._subject = checkpoint.Subject(model, optimizer, runtime, self._survivors, self.scaler)
         self.config = config
         """The options given to `shard`, frozen."""
         self.ledger = runtime.ledger
@@ -158,6 +161,30 @@ class Run:
         """
         with self._runtime.outside.accumulating():
             yield
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+        """Save a checkpoint to the directory `path`, which must not exist: parameters, optimizer, counters, loss scale, buffers,
+        random generators, and the states of `scheduler` and `extra` if given. All ranks must call.
+
+        It loads at any world size, stage and placement. `extra` may contain None, numbers, strings, tensors, and lists, tuples
+        and dicts of them; rank 0's is saved. The directory appears by one rename, whole or not at all.
+        """
+        checkpoint.save(self._subject, path, extra, scheduler)
+
+    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
+        """Load the checkpoint at `path`, whatever world size, stage and placement it was saved at. All ranks must call.
+
+        If it is missing, incomplete, damaged, or does not fit the model, all ranks raise CheckpointError and nothing has changed.
+        With `strict=False` parameters that are only in the model or only in the checkpoint are left out and listed in the result.
+        """
+        return checkpoint.load(self._subject, path, scheduler, strict=strict)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the run."""
+        return self._runtime.world.rank
 
     # -- reading ----------------------------------------------------------------------------------------------
 

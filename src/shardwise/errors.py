@@ -54,3 +54,7 @@ class SharedMemoryError(MemoryBudgetError, TransportError):
 
 class DiskError(ShardwiseError, OSError):
     """The disk tier could not be set up, read or written; `errno` says why."""
+
+
+class CheckpointError(ShardwiseError, ValueError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit the model; or it could not be written."""

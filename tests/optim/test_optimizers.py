@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from cases import CASES, OPTIMIZERS, build, sharded
+from cases import CASES, OPTIMIZERS, build, parity, sharded
 from shardwise.errors import OptimizerError
 from shardwise.optim import check_elementwise
 from shardwise.testing import RankPool
@@ -235,3 +235,10 @@ def test_a_wrapper_around_the_optimizer_is_looked_through() -> None:
             optimizer.zero_grad()
     for name, param in plain.named_parameters():
         assert torch.equal(run.master(name), param), name
+
+
+def test_an_optimizer_made_with_states_for_a_scalar_parameter(pool: RankPool) -> None:
+    """Adagrad makes its states when it is built; those of a scalar have the shape of its step count."""
+    for stage in (1, 3):
+        for report in pool.run(parity, "mlp", optimizer="adagrad", stage=stage, steps=4):
+            assert report.is_bitwise, str(report)

@@ -1,4 +1,17 @@
 """What survives?
 
-An empty room: nothing is built here yet, and nothing imports it. `docs/architecture.md` says what it is for.
+Public names: `save`, `load`, `Loaded`, `Subject` (one checkpoint of a run), `Checkpoints` (a directory of them), `Manifest`,
+`make_manifest`, `read_manifest` (what is in it).
+
+Invariants: a checkpoint is a directory of safetensors files and a manifest, independent of world size, stage and placement; it is
+written by all ranks in parallel, without a central plan and without pickle, and appears by one rename, whole or not at all. It is
+read and compared with its checksums before anything of a run is changed.
 """
+
+from shardwise.checkpoint.directory import Checkpoints
+from shardwise.checkpoint.load import Loaded, load, read_manifest
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.save import make_manifest, save
+from shardwise.checkpoint.subject import Subject
+
+__all__ = ["Checkpoints", "Loaded", "Manifest", "Subject", "load", "make_manifest", "read_manifest", "save"]

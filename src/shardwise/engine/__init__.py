@@ -1,8 +1,9 @@
 """How does one training step go?
 
-Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`
-and `Range` (what a checkpoint must contain), `constructing` and `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and
-`MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`, `emulates_16_bit` and `resolve_dtypes` (numerics).
+Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
+`Range`, `MASTER`, `VALUE`, `LONG` and `Restoring` (what a checkpoint must contain, and how it comes back), `constructing` and
+`was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`,
+`emulates_16_bit` and `resolve_dtypes` (numerics).
 
 Invariants: stages differ only in the table of `stages.py`; gradients are summed in fp32 or wider; a parameter cannot be
 used before its full vector is filled.
@@ -14,13 +15,18 @@ from shardwise.engine.grad_home import MAX_EVICTIONS
 from shardwise.engine.gradients import MAX_IN_FLIGHT
 from shardwise.engine.norms import clip_factor
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
+from shardwise.engine.restoring import Restoring
 from shardwise.engine.runtime import Runtime
-from shardwise.engine.survivors import Range, Survivors
+from shardwise.engine.survivors import LONG, MASTER, VALUE, Range, Survivors
 
 __all__ = [
+    "LONG",
+    "MASTER",
     "MAX_EVICTIONS",
     "MAX_IN_FLIGHT",
+    "VALUE",
     "Range",
+    "Restoring",
     "Runtime",
     "Survivors",
     "assemble",

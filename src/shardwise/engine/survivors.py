@@ -7,7 +7,8 @@ Over all ranks every element of every kind is returned exactly once. Methods com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import enum
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,14 @@ VALUE = "value"
 """The kind of a frozen parameter's stored values."""
 MASTER = "master"
 """The kind of the values that the optimizer updates; stored and full values of trained parameters are made from them."""
+
+
+class _Long(enum.Enum):
+    LONG = "a state as long as its parameter"
+
+
+LONG = _Long.LONG
+"""Stands for a long state where states are listed."""
 
 
 class Range(NamedTuple):
@@ -44,16 +53,47 @@ class Survivors:
         """This rank's ranges of all states as long as their parameter, fetching one vector at a time. All ranks must iterate."""
         self._runtime.changes.store_written()
         for unit in self._runtime.units:
-            own = unit.layout.pieces(unit.rank)
+            for kind in self.kinds(unit):
+                with self.shard(unit, kind) as parts:
+                    for piece, values in parts:
+                        slot = unit.layout.slots[piece.slot_index]
+                        yield Range(slot.name, kind, slot.start + piece.param_start, values)
+
+    def kinds(self, unit: Unit) -> dict[str, torch.dtype]:
+        """The kinds of long states that this rank has of a Unit, and their dtypes."""
+        found = {MASTER: unit.dtypes.master} if unit.is_trainable else {VALUE: unit.dtypes.stored}
+        stream = self._runtime.offload.step
+        if stream is not None:
+            if any(self._has_states(unit, number) for number in range(len(unit.pieces))):
+                found |= {kind: stream.dtype_of(unit, kind) for kind in stream.states}
+            return found
+        for update in unit.pieces:
+            found |= {kind: value.dtype for kind, value in self._state(update).items() if _is_long(value, update)}
+        return found
+
+    @contextlib.contextmanager
+    def shard(self, unit: Unit, kind: str) -> Iterator[Sequence[tuple[Piece, torch.Tensor]]]:
+        """This rank's shard of one kind: (Piece, values) of every parameter that has it; fetched inside the context."""
+        own = unit.layout.pieces(unit.rank)
+        if kind in (MASTER, VALUE):
             with self._master(unit) as master:
-                kind = MASTER if unit.is_trainable else VALUE
                 # At stage 0 every rank has the full vector of masters, but returns its own shard only.
                 skipped = unit.rank * unit.layout.shard_numel if master.numel() == unit.layout.numel else 0
-                for piece in own:
-                    at = skipped + piece.shard_start
-                    yield _range(unit, piece, kind, master[at : at + piece.numel])
-            for kind in self._long_states(unit):
-                yield from self._state_ranges(unit, own, kind)
+                starts = [(piece, skipped + piece.shard_start) for piece in own]
+                yield [(piece, master[at : at + piece.numel]) for piece, at in starts]
+            return
+        with self._state_vector(unit, kind) as vector:
+            yield list(self._state_parts(unit, own, kind, vector))
+
+    def states_of(self, unit: Unit, number: int) -> dict[str, Any] | None:
+        """The optimizer's states of a Piece, in its order, LONG for a long one. None if it was never updated."""
+        stream = self._runtime.offload.step
+        update = unit.pieces[number]
+        if stream is None:
+            state = self._state(update)
+            return {kind: LONG if _is_long(value, update) else value for kind, value in state.items()} or None
+        small = stream.small_states(unit, number)
+        return None if small is None else {**small, **dict.fromkeys(stream.states, LONG)}
 
     def counters(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter, name, value) of other optimizer states, such as step counts, of parameters with a Piece on this rank."""
@@ -85,30 +125,23 @@ class Survivors:
         stream = self._runtime.offload.step
         return stream is not None and stream.small_states(unit, number) is not None
 
-    def _long_states(self, unit: Unit) -> list[str]:
+    def _state_vector(self, unit: Unit, kind: str) -> contextlib.AbstractContextManager[torch.Tensor | None]:
         stream = self._runtime.offload.step
-        if stream is not None:
-            return list(stream.states) if any(self._has_states(unit, n) for n in range(len(unit.pieces))) else []
-        return list(dict.fromkeys(kind for u in unit.pieces for kind, value in self._state(u).items() if _is_long(value, u)))
+        return contextlib.nullcontext() if stream is None else stream.on_device(unit, kind)
 
-    def _state_ranges(self, unit: Unit, own: tuple[Piece, ...], kind: str) -> Iterator[Range]:
-        stream = self._runtime.offload.step
+    def _state_parts(
+        self, unit: Unit, own: tuple[Piece, ...], kind: str, vector: torch.Tensor | None
+    ) -> Iterator[tuple[Piece, torch.Tensor]]:
         updates = {update.slot: (number, update) for number, update in enumerate(unit.pieces)}
-        with contextlib.nullcontext() if stream is None else stream.on_device(unit, kind) as vector:
-            for piece in own:
-                number, update = updates[piece.slot_index]
-                skipped = piece.param_start - update.bounds.param_start  # at stage 0, where the span is the full vector
-                if vector is None:
-                    values = self._state(update).get(kind)
-                else:
-                    values = vector[update.range] if self._has_states(unit, number) else None
-                if values is not None:
-                    yield _range(unit, piece, kind, values[skipped : skipped + piece.numel])
-
-
-def _range(unit: Unit, piece: Piece, kind: str, values: torch.Tensor) -> Range:
-    slot = unit.layout.slots[piece.slot_index]
-    return Range(slot.name, kind, slot.start + piece.param_start, values)
+        for piece in own:
+            number, update = updates[piece.slot_index]
+            skipped = piece.param_start - update.bounds.param_start  # at stage 0, where the span is the full vector
+            if vector is None:
+                values = self._state(update).get(kind)
+            else:
+                values = vector[update.range] if self._has_states(unit, number) else None
+            if values is not None:
+                yield piece, values[skipped : skipped + piece.numel]
 
 
 def _is_long(value: Any, update: UpdatePiece) -> bool:

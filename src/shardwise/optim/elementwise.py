@@ -60,10 +60,13 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def fresh_state(param: torch.Tensor, state: dict[str, Any], new: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer which has not stepped would have for parameter `new`, from its `state` for `param`."""
+    """The state that an optimizer which has not stepped would have for parameter `new`, from its `state` for `param`.
+
+    States with the parameter's shape take the shape of `new`. A scalar's step count has that shape too, but is a count.
+    """
     return {
         key: torch.full_like(new, float(value.flatten()[0]))
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.numel()
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.numel() and (param.dim() or key != "step")
         else _copied(value)
         for key, value in state.items()
     }

@@ -7,6 +7,7 @@ optimizer runs its own step on each portion, with that portion's states. Hyperpa
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -303,14 +304,32 @@ class StreamedStep:
         """
         return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
 
+    def restore(self, unit: Unit, number: int, small: dict[str, Any] | None) -> None:
+        """Set the small states of a piece, or (None) make it one that was never updated; long ones are written by `on_device`."""
+        for portions in self._portions:
+            for run in (run for portion in portions for run in portion.runs if run.unit is unit):
+                for n, _, low, _ in run.parts():
+                    if n == number and small is None:
+                        self._small.pop((unit.index, n, low), None)
+                    elif n == number and small is not None:
+                        self._small[unit.index, n, low] = copy.deepcopy(small)
+
+    def dtype_of(self, unit: Unit, name: str) -> torch.dtype:
+        """The dtype in which a long state of a Unit is kept."""
+        shelf = self._shelf(unit, name)
+        return self.states[name] if shelf is None else shelf.dtype
+
+    def _shelf(self, unit: Unit, name: str) -> Shelf | None:
+        return next((region.moments.get(name) for region in self._regions if unit.index in region.lengths), None)
+
     @contextlib.contextmanager
-    def on_device(self, unit: Unit, name: str) -> Iterator[torch.Tensor]:
-        """Borrow a long state of a Unit, as long as its span, for reading: fetched to the device if it is on a shelf."""
-        shelf = next((r.moments.get(name) for r in self._regions if unit.index in r.lengths), None)
+    def on_device(self, unit: Unit, name: str, *, keeps_changes: bool = False) -> Iterator[torch.Tensor]:
+        """Borrow a long state of a Unit, as long as its span: fetched to the device if it is on a shelf."""
+        shelf = self._shelf(unit, name)
         if shelf is None:
             yield self.kept(unit, name)
             return
-        with shelf.borrowed(unit.index, keeps_changes=False) as vector:
+        with shelf.borrowed(unit.index, keeps_changes=keeps_changes) as vector:
             yield vector
 
     def kept(self, unit: Unit, name: str) -> torch.Tensor:

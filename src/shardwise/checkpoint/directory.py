@@ -1,0 +1,68 @@
+"""A directory of checkpoints, one per step, of which the last few are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.checkpoint.load import Loaded
+from shardwise.checkpoint.manifest import FILE_NAME
+from shardwise.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class Saveable(Protocol):
+    """What `Checkpoints` saves and loads: a `Run`."""
+
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+        """Save a checkpoint."""
+
+    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> Loaded:
+        """Load a checkpoint."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number; the first one removes what is no longer kept."""
+
+
+class Checkpoints:
+    """Checkpoints `step-00000100`, `step-00000200`, ... in one directory."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        """`keep`: how many of the newest ones stay when another one was saved."""
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise CheckpointError(f"keep={keep!r} must be a whole number of at least 1.")
+        self.directory = Path(os.path.abspath(directory))
+        self.keep = keep
+
+    def all(self) -> list[Path]:
+        """Every complete checkpoint in the directory, oldest first."""
+        found = []
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if match is not None and (path / FILE_NAME).is_file():
+                found.append((int(match[1]), path))
+        return [path for _, path in sorted(found)]
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return next(reversed(self.all()), None)
+
+    def save(self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> Path:
+        """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call."""
+        path = self.directory / f"step-{step:08d}"
+        run.save(path, extra=extra, scheduler=scheduler)
+        if run.rank == 0:
+            for old in self.all()[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def resume(self, run: Saveable, *, scheduler: Any = None, strict: bool = True) -> Loaded | None:
+        """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
+        newest = self.latest()
+        return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict)

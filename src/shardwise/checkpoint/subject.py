@@ -1,0 +1,154 @@
+"""What a checkpoint is made of and loaded into: a run's parts, and the state that is not in parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine import Runtime, Survivors
+from shardwise.errors import CheckpointError
+
+RNG_ENTRY = "rng."
+"""Prefix of the entries with the states of random generators, one set per rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A run, as checkpoints see it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    runtime: Runtime
+    survivors: Survivors
+    scaler: torch.amp.GradScaler
+    _ids: list[str] = dataclasses.field(default_factory=list)
+
+    def next_save_id(self) -> str:
+        """An id that no other save has, the same on every rank; ranks communicate for the first one only."""
+        if not self._ids:
+            self._ids.append(self.runtime.world.gather_objects(uuid.uuid4().hex)[0])
+        self._ids.append(f"{self._ids[0]}-{len(self._ids)}")
+        return self._ids[-1]
+
+    def others(self) -> dict[str, Any]:
+        """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""
+        groups = None
+        if self.optimizer is not None:
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        return {
+            "num_skipped_steps": self.runtime.num_skipped_steps,
+            "optimizer": None if self.optimizer is None else type(self.optimizer).__name__,
+            "groups": groups,
+            "scaler": self.scaler.state_dict(),
+            "buffers": dict(self.buffers()),
+            "extra_state": {name: module.get_extra_state() for name, module in self._with_extra_state()},
+        }
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that a state dict contains."""
+        persistent = self.model.state_dict(keep_vars=True)
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            if name in persistent:
+                yield name, buffer
+
+    def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield name, module
+
+    @staticmethod
+    def malformed(others: dict[str, Any]) -> str:
+        """Why `others` cannot have been made by `others()` and a save; empty if it can."""
+        kinds: dict[str, Any] = {
+            "num_skipped_steps": int,
+            "optimizer": (str, type(None)),
+            "groups": (list, type(None)),
+            "scaler": dict,
+            "buffers": dict,
+            "extra_state": dict,
+            "scheduler": (dict, type(None)),
+            "extra": dict,
+        }
+        for key, kind in kinds.items():
+            if not isinstance(others.get(key, ...), kind):
+                return f"{key!r} is missing or of another type"
+        if not all(isinstance(group, dict) and "params" not in group for group in others["groups"] or ()):
+            return "'groups' has something else than settings"
+        if not all(isinstance(buffer, torch.Tensor) for buffer in others["buffers"].values()):
+            return "'buffers' has something else than tensors"
+        return ""
+
+    def problems(self, others: dict[str, Any]) -> Iterator[str]:
+        """What of `others()` of a saved run does not fit this one."""
+        here = dict(self.buffers())
+        for name in sorted(here.keys() | others["buffers"].keys()):
+            mine, saved = here.get(name), others["buffers"].get(name)
+            if mine is None or saved is None:
+                yield f"buffer {name!r} is {'only in the checkpoint' if mine is None else 'not in the checkpoint'}"
+            elif mine.shape != saved.shape or mine.dtype != saved.dtype:
+                yield f"buffer {name!r} is {list(saved.shape)} {saved.dtype} there, {list(mine.shape)} {mine.dtype} here"
+        if self.optimizer is not None and others["groups"] is not None:
+            kind, number = type(self.optimizer).__name__, len(self.optimizer.param_groups)
+            if others["optimizer"] != kind:
+                yield f"the optimizer is {others['optimizer']} there, {kind} here"
+            if len(others["groups"]) != number:
+                yield f"the optimizer has {len(others['groups'])} groups there, {number} here"
+
+    def restore(self, others: dict[str, Any]) -> None:
+        """Put `others()` of a saved run back."""
+        self.runtime.num_skipped_steps = others["num_skipped_steps"]
+        if self.optimizer is not None and others["groups"] is not None:
+            for group, saved in zip(self.optimizer.param_groups, others["groups"], strict=True):
+                group.update(saved)
+        if others["scaler"]:
+            self.scaler.load_state_dict(others["scaler"])
+        with torch.no_grad():
+            for name, buffer in self.buffers():
+                if name in others["buffers"]:
+                    buffer.copy_(others["buffers"][name])
+        for name, module in self._with_extra_state():
+            if name in others["extra_state"]:
+                module.set_extra_state(others["extra_state"][name])
+
+
+def rng_states() -> dict[str, torch.Tensor]:
+    """The states of this rank's random generators, as bytes, by the key of their entry."""
+    found = {f"{RNG_ENTRY}torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    packed = torch.tensor([version, *words], dtype=torch.int64)
+    found[f"{RNG_ENTRY}python"] = packed.view(torch.uint8)
+    found[f"{RNG_ENTRY}gauss"] = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64).view(torch.uint8)
+    if "numpy" in sys.modules:
+        _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        found[f"{RNG_ENTRY}numpy"] = torch.tensor([position, has_gauss, *map(int, keys)], dtype=torch.int64).view(torch.uint8)
+        found[f"{RNG_ENTRY}numpy-gauss"] = torch.tensor([cached], dtype=torch.float64).view(torch.uint8)
+    if torch.cuda.is_initialized():
+        found[f"{RNG_ENTRY}cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def restore_rng_states(read: Callable[[str], torch.Tensor | None]) -> None:
+    """Put random generators back; `read` returns an entry, or None if there is none."""
+    own, packed, gauss, cuda = (read(RNG_ENTRY + name) for name in ("torch", "python", "gauss", "cuda"))
+    numbers, cached = read(f"{RNG_ENTRY}numpy"), read(f"{RNG_ENTRY}numpy-gauss")
+    try:
+        if own is not None:
+            torch.set_rng_state(own)
+        if packed is not None and gauss is not None:
+            version, *words = packed.view(torch.int64).tolist()
+            (value,) = gauss.view(torch.float64).tolist()
+            random.setstate((version, tuple(words), None if value != value else value))
+        if numbers is not None and cached is not None and "numpy" in sys.modules:
+            position, has_gauss, *keys = numbers.view(torch.int64).tolist()
+            sys.modules["numpy"].random.set_state(("MT19937", keys, position, has_gauss, cached.view(torch.float64).item()))
+        if cuda is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(cuda)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the states of random generators in the checkpoint cannot be used: {error}") from None
