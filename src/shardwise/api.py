@@ -165,19 +165,17 @@ class Run:
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
-        """Save a checkpoint to the directory `path`, which must not exist: parameters, optimizer, counters, loss scale, buffers,
-        random generators, and the states of `scheduler` and `extra` if given. All ranks must call.
+        """Save everything that training needs to go on to the directory `path`, which must not exist. All ranks must call.
 
-        It loads at any world size, stage and placement. `extra` may contain None, numbers, strings, tensors, and lists, tuples
-        and dicts of them; rank 0's is saved. The directory appears by one rename, whole or not at all.
+        `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved.
         """
         checkpoint.save(self._subject, path, extra, scheduler)
 
     def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
-        """Load the checkpoint at `path`, whatever world size, stage and placement it was saved at. All ranks must call.
+        """Load a checkpoint, whatever world size, stage and placement it was saved at. All ranks must call.
 
-        If it is missing, incomplete, damaged, or does not fit the model, all ranks raise CheckpointError and nothing has changed.
-        With `strict=False` parameters that are only in the model or only in the checkpoint are left out and listed in the result.
+        If it is missing, damaged or does not fit, all ranks raise CheckpointError and nothing has changed. With `strict=False`
+        parameters that are only in one of the two are left out and listed in the result.
         """
         return checkpoint.load(self._subject, path, scheduler, strict=strict)
 
@@ -269,9 +267,7 @@ class Run:
                 yield name, _param_view(unit, slot, full) if full is not None and slot in held else None
 
     def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full value that the optimizer updates) of every parameter, one Unit in memory at a time. All ranks must
-        iterate.
-        """
+        """(name, full value that the optimizer updates) of every parameter, one Unit at a time. All ranks must iterate."""
         self._runtime.changes.store_written()
         for unit, names in self._by_unit():
             full = self._survivors.full_masters(unit)

@@ -165,10 +165,7 @@ class Gathering:
     # -- free -------------------------------------------------------------------------------------------------
 
     def free_after_call(self, unit: Unit) -> None:
-        """Free a Unit that a call or its backward no longer needs; joined ones later, because the next block may use them too.
-
-        Together those take no more than the largest joined Unit.
-        """
+        """Free a Unit that a call or its backward no longer needs. A joined one lingers: the next block may use it too."""
         if not unit.blueprint.joined_paths or unit.is_overlaid or self.use(unit).is_needed or not unit.is_gathered:
             self.free(unit)
             return
