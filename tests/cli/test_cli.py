@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import shardwise as sw
 from launching import run_program, run_ranks, without_launcher
+from shardwise.checkpoint import read_manifest
 from shardwise.cli import app
 from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
-from shardwise.cli.train import Job, loss_verdict, lr_factor, work
+from shardwise.cli.display import loss_verdict
+from shardwise.cli.job import Job
+from shardwise.cli.train import lr_factor, work
 from shardwise.errors import ConfigError
 
 SMALL = ("--size", "tiny", "--batch", "2", "--sequence", "32")
@@ -113,6 +118,21 @@ def test_same_seed_same_losses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         work(Job(size="tiny", batch=2, sequence=32, steps=2, seed=seed))  # a world of one needs no launcher
         losses.append(re.findall(r"loss (\S+)", capsys.readouterr().out))
     assert losses[0] and losses[0] == losses[1] != losses[2]
+
+
+def test_training_that_was_interrupted_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+    def losses(*args: str) -> str:
+        shown = train_as_ranks("--accumulate", "2", "--clip", "1.0", *args)
+        return re.findall(r"loss \d\.\d{3} -> \d\.\d{3}.*?\.", shown)[0]
+
+    kept = ("--checkpoints", str(tmp_path / "all"), "--checkpoint-every", "2", "--keep", "2")
+    whole = losses("--steps", "7", *kept)
+    assert [path.name for path in sw.Checkpoints(tmp_path / "all").all()] == ["step-00000006", "step-00000007"]
+    shutil.rmtree(tmp_path / "all" / "step-00000007")  # as if the job had been killed in the last step
+    again = train_as_ranks("--accumulate", "2", "--clip", "1.0", "--steps", "7", "--stage", "1", *kept, "--resume")
+    assert "resumed after step 6" in again and whole in again
+    manifests = [read_manifest(path) for path in sw.Checkpoints(tmp_path / "all").all()]
+    assert [manifest.num_steps for manifest in manifests] == [6, 7]
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.job import SHAPES, Job
 from shardwise.cli.probe import run_probe
-from shardwise.cli.train import SHAPES, Job, train
+from shardwise.cli.train import train
 from shardwise.config import TIERS, TRANSPORTS
 from shardwise.errors import ShardwiseError
 
@@ -55,6 +56,10 @@ def train_command(
     offload_path: Annotated[
         Path | None, typer.Option(help="Directory on the disk.", show_default="the system's, for temporary files")
     ] = None,
+    checkpoints: Annotated[Path | None, typer.Option(help="Directory for checkpoints.", show_default="none are saved")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 100,
+    keep: Annotated[int, typer.Option(help="How many checkpoints stay.")] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")] = False,
     plain_log: Annotated[
         bool, typer.Option("--plain-log", help="A line every 10 steps, no progress bar; also when not on a terminal.")
     ] = False,
@@ -79,6 +84,10 @@ def train_command(
             offload_grads=offload_grads,
             offload_optimizer=offload_optimizer,
             offload_path=offload_path,
+            checkpoints=checkpoints,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            resume=resume,
             plain_log=plain_log,
         )
         train(job)
