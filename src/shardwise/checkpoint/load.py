@@ -120,7 +120,7 @@ class _Source:
                 "what only one of them has."
             )
         for unit in self._subject.runtime.units:
-            for piece in self._pieces(unit):
+            for piece in Restoring.pieces(unit):
                 self._verify(unit, piece)
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
             for key in self._reader(self._subject.runtime.world.shard.rank).entries:
@@ -147,10 +147,6 @@ class _Source:
                 yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(stride)} here"
             elif dtype != DTYPES[saved.dtype]:
                 yield f"parameter {name!r} has dtype {saved.dtype} there, {dtype} here"
-
-    def _pieces(self, unit: Unit) -> tuple[Piece, ...]:
-        is_full = unit.is_trainable and unit.span.numel == unit.layout.numel
-        return unit.layout.all_pieces() if is_full else unit.layout.pieces(unit.rank)
 
     def _verify(self, unit: Unit, piece: Piece) -> None:
         name = unit.layout.slots[piece.slot_index].name

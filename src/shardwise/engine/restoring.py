@@ -62,12 +62,16 @@ class Restoring:
             unit.changed()
         runtime.transport.fence()
 
-    def _restore_values(self, unit: Unit) -> None:
+    @staticmethod
+    def pieces(unit: Unit) -> tuple[Piece, ...]:
+        """The Pieces that this rank reads of a Unit: all that it updates; of a frozen one its own shard."""
         is_full = unit.is_trainable and unit.span.numel == unit.layout.numel
-        pieces = unit.layout.all_pieces() if is_full else unit.layout.pieces(unit.rank)
+        return unit.layout.all_pieces() if is_full else unit.layout.pieces(unit.rank)
+
+    def _restore_values(self, unit: Unit) -> None:
         with self._runtime.offload.on_device(unit, keeps_changes=True):
             target = unit.master if unit.is_trainable else unit.shard
-            for piece in pieces:
+            for piece in self.pieces(unit):
                 self._saved.read(unit, piece, None, target[piece.shard_start : piece.shard_start + piece.numel])
             if unit.is_trainable:
                 publish_master(unit)
