@@ -39,7 +39,7 @@ def test_the_readmes_quickstart(tmp_path: Path, launch: Callable[[Sequence[str],
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"bigger_than_memory.py", "plain_loop.py", "sharded_init.py", "selfcheck.py"}
+    tested = {"bigger_than_memory.py", "plain_loop.py", "save_and_resume.py", "sharded_init.py", "selfcheck.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -56,6 +56,11 @@ def test_sharded_init() -> None:
     assert "after 3 steps" in shown
     assert "stage 3, rank 0 of 2" in shown
     assert re.search(r"^sum +\S+ MB +\S+ MB$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_save_and_resume(ranks: int) -> None:
+    assert run_example("save_and_resume.py", ranks).count("resumed after step 4; the same losses: True") == ranks
 
 
 def test_selfcheck() -> None:
