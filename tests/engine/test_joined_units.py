@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -65,8 +66,8 @@ def loss(model: nn.Module, number: int) -> torch.Tensor:
     return model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank)))
 
 
-def events(transport: str) -> list[tuple[str, str]]:
-    run, model, optimizer, _, _ = make(is_adapted=False, transport=transport, bound=3 * BLOCK_BYTES)
+def events(transport: str, is_adapted: bool = False) -> list[tuple[str, str]]:
+    run, model, optimizer, _, _ = make(is_adapted=is_adapted, transport=transport, bound=3 * BLOCK_BYTES)
     for number in range(2):
         run.events.clear()
         loss(model, number).backward()
@@ -89,6 +90,12 @@ def test_a_joined_unit_is_gathered_once_in_each_direction(pool: RankPool) -> Non
     for found in pool.run(events, "shared"):  # overlays: the model's own forward opens all of them
         assert found[:3] == [("gather", name) for name in units] and sorted(found[3:6]) == [("free", name) for name in units]
         assert found[6:] == [("backward", ""), *(("reduce", name) for name in reversed(units))]
+
+
+def test_joined_units_of_two_kinds_do_not_displace_each_other(pool: RankPool) -> None:
+    for found in pool.run(events, "copied", is_adapted=True):
+        gathers = Counter(name for kind, name in found if kind == "gather")
+        assert len(gathers) >= 4 and set(gathers.values()) <= {1, 2}, gathers  # once in each direction
 
 
 def parities(transport: str, is_adapted: bool, bound: int) -> ParityReport:
@@ -140,7 +147,8 @@ def most_gathered(bound: int, is_adapted: bool) -> tuple[int, int, int]:
 def test_the_formula_counts_what_stays_gathered(pool: RankPool, is_adapted: bool) -> None:
     for bound in (0, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES, 100 * BLOCK_BYTES):
         for seen, predicted, largest in pool.run(most_gathered, bound, is_adapted):
-            assert largest <= seen == predicted, (bound, seen, predicted)
+            assert largest <= seen <= predicted, (bound, seen, predicted)
+            assert is_adapted or seen == predicted, (bound, seen, predicted)
 
 
 # -- blocks that are called without the model's own forward ------------------------------------------------------------

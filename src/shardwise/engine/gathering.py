@@ -68,7 +68,9 @@ class Gathering:
         self._tickets: dict[int, Ticket] = {}  # gathers that were started and not waited for, by Unit
         # Joined Units that no call needs and that are still gathered, because the next block's part may lie in them.
         self._lingering: dict[int, Unit] = {}
-        self._linger_bytes = max((unit.full_bytes for unit in units if unit.blueprint.joined_paths), default=0)
+        joined = [unit for unit in units if unit.blueprint.joined_paths]
+        largest = {(u.dtypes, u.is_trainable): u.full_bytes for u in sorted(joined, key=lambda u: u.full_bytes)}
+        self._linger_bytes = sum(largest.values())  # of each kind one, because a block may use parts of all of them
         self._kept: dict[int, Unit] = {}  # freed Units whose memory is kept because user code holds views of it
         self._stall_s = 0.0
         self._step_began = self._events.now()

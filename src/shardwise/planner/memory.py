@@ -128,7 +128,7 @@ def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
     units = list(reversed(trainable))
     if num_buckets is None:
         return sum(u.full_numel * u.compute_itemsize for u in units)
-    kinds = [(u.stored_itemsize, u.compute_itemsize, u.master_itemsize) for u in units]
+    kinds = [_kind(u) for u in units]
     buckets = fill_buckets([u.shard_numel * u.master_itemsize for u in units], kinds)
     sizes = [sum(units[at].full_numel * units[at].compute_itemsize for at in bucket) for bucket in buckets]
     # Units of other dtypes lie between the parts of a joined one: its gradients wait for each other beside theirs.
@@ -156,10 +156,11 @@ def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, of
 def _largest_chain(units: Sequence[UnitSize]) -> int:
     """Bytes of the largest set of Units gathered together: a Unit stays gathered while modules below it run.
 
-    Joined Units linger beside them, together at most as large as the largest one.
+    Joined Units linger beside them, together at most as large as the largest of each kind.
     """
     chains = [(u.joined_paths or (u.path,), 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize, u) for u in units]
-    largest, most_beside = 0, max((num_bytes for _, num_bytes, unit in chains if unit.joined_paths), default=0)
+    joined = sorted((num_bytes, _kind(unit)) for _, num_bytes, unit in chains if unit.joined_paths)
+    largest, most_beside = 0, sum({kind: num_bytes for num_bytes, kind in joined}.values())
     for deepest in {path for paths, _, _ in chains for path in paths}:
         used, beside = 0, 0
         for paths, num_bytes, unit in chains:
@@ -169,6 +170,11 @@ def _largest_chain(units: Sequence[UnitSize]) -> int:
                 beside += num_bytes
         largest = max(largest, used + min(beside, most_beside))
     return largest
+
+
+def _kind(unit: UnitSize) -> tuple[int, ...]:
+    """Units of the same kind may be joined and reduced together."""
+    return unit.stored_itemsize, unit.compute_itemsize, unit.master_itemsize, unit.is_trainable
 
 
 def _largest_run(sizes: Sequence[int], length: int) -> int:
