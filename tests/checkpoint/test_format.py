@@ -21,6 +21,7 @@ from shardwise.checkpoint.plain import decode, dumps, encode, loads
 from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Plan, Reader, Writer
 from shardwise.errors import CheckpointError
 from shardwise.partition import make_layout
+from shardwise.tiers import aligned_memory
 from shardwise.tiers.io import make_engine
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def test_any_reader_opens_the_file_and_every_range_can_be_read(tmp_path: Path) -
     with safe_open(path, "pt") as file:
         assert all(torch.equal(file.get_tensor(key), values) for key, values in vectors.items())
     engine = make_engine()
-    reader = Reader(path, engine)
+    reader = Reader(path, engine, aligned_memory(CHUNK_BYTES))
     for key, values in vectors.items():
         for _ in range(6):
             start = rng.randrange(values.numel() + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from cases import CASES, build
+from cases import CASES, Patched, build
 from shardwise.checkpoint import read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.testing import RankPool
@@ -115,6 +116,16 @@ def test_training_goes_on_to_the_last_bit(pool: RankPool, tmp_path: Path, name: 
     assert [rank[1] for rank in restored] == [rank[1] for rank in kept], "the same losses"
     assert_same(whole([rank[2] for rank in restored]), whole([rank[2] for rank in kept]))
     assert sorted(os.listdir(tmp_path / "new")) == ["checkpoint"], "nothing else is left"
+
+
+def few_files(path: str, options: Options) -> Any:
+    with Patched(sys.modules["shardwise.checkpoint.load"], "_MOST_OPEN", 1):
+        return again(path, None, options)
+
+
+def test_more_files_than_may_be_open(pool: RankPool, pool3: RankPool, tmp_path: Path) -> None:
+    expected = whole([rank[0] for rank in pool3.run(saved, str(tmp_path / "3"), "frozen", "adamw", {"stage": 3})])
+    assert_same(whole(pool.run(few_files, str(tmp_path / "3"), {"stage": 2})), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -17,13 +17,15 @@ import torch
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
 from shardwise.checkpoint.subject import Subject, restore_rng_states
-from shardwise.checkpoint.tensor_file import Reader, open_regular
+from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
+from shardwise.tiers import aligned_memory
 from shardwise.tiers.io import IoEngine, make_engine
 
 _SHOWN = 8  # differences that an error lists
+_MOST_OPEN = 64  # files at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class _Source:
         self._subject = subject
         self._engine = engine
         self._readers: dict[int, Reader] = {}
+        self._memory = aligned_memory(CHUNK_BYTES)
         self._states: dict[int, dict[str, dict[str, Any]]] = {}
         self.left_out: tuple[str, ...] = ()
         self.manifest: Manifest
@@ -194,7 +197,9 @@ class _Source:
     def _reader(self, rank: int) -> Reader:
         if rank not in self._readers:
             path = self.path / self.manifest.file_name(rank)
-            reader = self._readers[rank] = Reader(path, self._engine)
+            while len(self._readers) >= _MOST_OPEN:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[rank] = Reader(path, self._engine, self._memory)
             if reader.metadata.get("save_id") != self.manifest.save_id or reader.metadata.get("rank") != str(rank):
                 raise CheckpointError(f"{path} belongs to another checkpoint than the manifest beside it.")
             self._states[rank] = _parse_states(reader.metadata.get("states", ""), str(path))

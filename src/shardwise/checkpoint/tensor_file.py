@@ -158,8 +158,10 @@ class Writer:
 class Reader:
     """Reads one file. Its header is checked when it is opened, and every chunk when it is read."""
 
-    def __init__(self, path: Path, engine: IoEngine) -> None:
+    def __init__(self, path: Path, engine: IoEngine, memory: torch.Tensor) -> None:
+        """`memory`: CHUNK_BYTES, which Readers that are used in turn may share."""
         self._engine = engine
+        self._memory = memory
         self._file = File(open_regular(path), str(path))
         try:
             size = os.fstat(self._file.descriptor).st_size
@@ -168,7 +170,6 @@ class Reader:
         except BaseException:
             os.close(self._file.descriptor)
             raise
-        self._memory = aligned_memory(CHUNK_BYTES)
 
     def _read_header(self, size: int) -> tuple[int, bytes]:
         length = int.from_bytes(os.pread(self._file.descriptor, 8, 0), "little")
