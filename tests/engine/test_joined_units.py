@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from cases import Patched, sharded
+from shardwise.observe import delays
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 from shardwise.tiers import Kind, Tier
 
@@ -225,24 +227,36 @@ def test_the_formula_counts_all_that_linger(pool: RankPool) -> None:
             assert seen <= predicted, (sizes, seen, predicted)
 
 
-def most_grads(bound: int) -> tuple[int, int]:
-    """Largest bytes of local gradients that have arrived, the Unit's or not, beside the reduced ones; and the formula's."""
+class Mixed(nn.Module):
+    """A large parameter of one dtype beside a small one of another, which is joined with those of the other blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(1024, 1024, bias=False)
+        self.small = nn.Parameter(torch.ones(320 * 128, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(x) * 1e-2 + self.small.mean().float() * x
+
+
+def most_grads(bound: int, stage: int) -> tuple[int, int]:
+    """Largest bytes of gradients, with those that have arrived before their Unit was complete; and the formula's."""
     torch.default_generator.manual_seed(0)
-    model = nn.Sequential(*(Rows(60) if number % 2 else Rows(1100, torch.float64) for number in range(24)))
+    model = nn.Sequential(*(Mixed() for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sharded(model, optimizer, stage=2, transport="copied", min_unit_bytes=bound)
-    arrivals, most = run._runtime._arrivals, 0
-    begin_backward = type(run._runtime).begin_backward
+    run = sharded(model, optimizer, stage=stage, transport="shared", min_unit_bytes=bound)
+    ledger, arrivals, most = run.ledger, run._runtime._arrivals, 0
+    reserve = ledger.reserve
 
-    def look(runtime: object, tensor: torch.Tensor | None = None) -> None:
+    def look(tier: Tier, kind: Kind, num_bytes: int) -> None:
         nonlocal most
+        reserve(tier, kind, num_bytes)
         waiting = sum(entry.grad.nbytes for arrived in arrivals._arrived for entry in arrived)
-        most = max(most, waiting + run.ledger.now(Tier.HOST, Kind.GRAD))
-        begin_backward(runtime, tensor)
+        most = max(most, waiting + ledger.now(Tier.HOST, Kind.GRAD))
 
-    with Patched(type(run._runtime), "begin_backward", look):
-        for _ in range(2):
-            model(torch.ones(2, 256)).square().mean().backward()
+    with Patched(ledger, "reserve", look), delays(lambda edge: time.sleep(0.02) if edge.startswith("reduce") else None):
+        for _ in range(2):  # slow reductions: as many buckets as may be are under way
+            model(torch.ones(2, 1024)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     result = most, run.predicted_memory().grad
@@ -251,6 +265,7 @@ def most_grads(bound: int) -> tuple[int, int]:
 
 
 def test_gradients_of_a_unit_that_spans_the_model_are_counted(pool: RankPool) -> None:
-    for bound in (0, 2 << 20):
-        for seen, predicted in pool.run(most_grads, bound):
-            assert seen <= predicted, (bound, seen, predicted)
+    for stage in (2, 3):
+        for bound in (0, 2 << 20):
+            for seen, predicted in pool.run(most_grads, bound, stage):
+                assert seen <= predicted, (stage, bound, seen, predicted)
