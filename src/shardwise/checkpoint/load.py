@@ -67,13 +67,7 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     engine = make_engine()
     source = _Source(Path(os.path.abspath(path)), subject, engine)
     try:
-        outcome = runtime.world.try_together(lambda: source.check(strict=strict), OSError, CheckpointError)
-        if isinstance(outcome.problem, CheckpointError):
-            raise outcome.problem
-        for rank, problem in outcome.problems.items():
-            raise CheckpointError(
-                f"{source.path} was not loaded, nothing was changed. Rank {rank}: {problem}"
-            ) from outcome.problem
+        subject.together(lambda: source.check(strict=strict), f"{source.path} was not loaded, and nothing was changed")
         others = source.others
         Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
         subject.restore(others)

@@ -7,6 +7,7 @@ rank makes it without asking the others, and its size does not depend on their n
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,13 +80,10 @@ class Manifest:
             yield Segment(rank, number, low - rank * shard, high - low, low - offset - start)
             low = high
 
-    @property
+    @functools.cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] | None = self.__dict__.get("_found")
-        if found is None:
-            found = {n: (number, at) for number, v in enumerate(self.vectors) for n, at in zip(v.names, v.offsets, strict=True)}
-            object.__setattr__(self, "_found", found)
-        return found
+        """The vector and the offset of every parameter."""
+        return {n: (number, at) for number, v in enumerate(self.vectors) for n, at in zip(v.names, v.offsets, strict=True)}
 
     # -- text -------------------------------------------------------------------------------------------------
 

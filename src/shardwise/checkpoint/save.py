@@ -45,6 +45,7 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
     save_id = subject.next_save_id()
     place = target.parent / f".{target.name}{_SAVING}{save_id}"
     others: dict[str, Any] = {}
+    failure = f"the checkpoint {target} was not saved"
     with contextlib.ExitStack() as stack:
 
         def write() -> None:
@@ -56,8 +57,8 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
             _write(subject, place, save_id, stored)
 
         try:
-            _together(runtime, target, write)
-            _together(runtime, target, lambda: _commit(runtime, target, place, save_id, others))
+            subject.together(write, failure)
+            subject.together(lambda: _commit(runtime, target, place, save_id, others), failure)
         except BaseException:
             if runtime.world.rank == 0:
                 shutil.rmtree(place, ignore_errors=True)  # after the meeting: no rank writes there any more
@@ -75,15 +76,6 @@ def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> 
         names, offsets = tuple(slot.name for slot in slots), tuple(slot.offset for slot in slots)
         vectors.append(SavedVector(names, offsets, unit.layout.shard_numel))
     return Manifest(save_id, runtime.world.shard.size, runtime.num_steps, params, vectors, others)
-
-
-def _together(runtime: Runtime, target: Path, attempt: Any) -> None:
-    """Run `attempt` on every rank; raise on all of them if it failed on any."""
-    outcome = runtime.world.try_together(attempt, OSError, CheckpointError)
-    if isinstance(outcome.problem, CheckpointError):
-        raise outcome.problem
-    for rank, problem in outcome.problems.items():
-        raise CheckpointError(f"the checkpoint {target} was not saved. Rank {rank}: {problem}") from outcome.problem
 
 
 # -- one rank's file --------------------------------------------------------------------------------------------------

@@ -37,6 +37,15 @@ class Subject:
         self._ids.append(f"{self._ids[0]}-{len(self._ids)}")
         return self._ids[-1]
 
+    def together(self, attempt: Callable[[], None], what: str) -> None:
+        """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
+        outcome = self.runtime.world.try_together(attempt, OSError, CheckpointError)
+        if isinstance(outcome.problem, CheckpointError):
+            raise outcome.problem
+        if outcome.problems:
+            rank, problem = next(iter(outcome.problems.items()))
+            raise CheckpointError(f"{what}. Rank {rank}: {problem}") from outcome.problem
+
     def others(self) -> dict[str, Any]:
         """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""
         groups = None
