@@ -42,9 +42,8 @@ class Subject:
         outcome = self.runtime.world.try_together(attempt, OSError, CheckpointError)
         if isinstance(outcome.problem, CheckpointError):
             raise outcome.problem
-        if outcome.problems:
-            rank, problem = next(iter(outcome.problems.items()))
-            raise CheckpointError(f"{what}. Rank {rank}: {problem}") from outcome.problem
+        if outcome.first is not None:
+            raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
 
     def others(self) -> dict[str, Any]:
         """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""

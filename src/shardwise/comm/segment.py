@@ -74,10 +74,10 @@ class SharedSegments:
     def _agree(self, attempt: Callable[[], _Answer]) -> list[_Answer]:
         """Run `attempt` on every rank; return all results, or raise on every rank if it failed on any."""
         outcome = self.host.try_together(attempt, OSError)
-        for problem in outcome.problems.values():
+        if outcome.first is not None:
             raise SharedMemoryError(
-                f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: {problem}. "
-                "Use transport='pairwise'."
+                f"shared memory for {self.host.world_size} ranks, {self.num_bytes} bytes each, cannot be had: "
+                f"{outcome.first[1]}. Use transport='pairwise'."
             )
         return [cast(_Answer, answer) for answer in outcome.results]
 

@@ -33,12 +33,12 @@ def make_transport(
         made.append((transport, transport.reserve(reservations)))
 
     if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
-        for problem in world.try_together(lambda: make(name), SharedMemoryError).problems.values():
-            if not is_auto:
-                raise SharedMemoryError(problem)
-            reason = f"no shared memory: {problem.partition('. ')[0]}"
+        failed = world.try_together(lambda: make(name), SharedMemoryError).first
+        if failed is not None and not is_auto:
+            raise SharedMemoryError(failed[1])
+        if failed is not None:
+            reason = f"no shared memory: {failed[1].partition('. ')[0]}"
             make("pairwise")
-            break
     else:
         make(name)
     transport, memory = made[-1]

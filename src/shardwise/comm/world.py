@@ -40,6 +40,11 @@ class Outcome(Generic[_Result]):
     problem: Exception | None
     """This rank's own error."""
 
+    @property
+    def first(self) -> tuple[int, str] | None:
+        """The first rank with an error, and its text; None if all succeeded."""
+        return next(iter(self.problems.items()), None)
+
 
 class World:
     """Rank, size, device, and the small collectives the library needs outside the hot path.

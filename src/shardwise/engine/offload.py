@@ -144,8 +144,8 @@ class Offloading:
         outcome = self.world.try_together(attempt, OSError, MemoryBudgetError)
         if outcome.problem is not None:
             raise outcome.problem
-        for rank, problem in outcome.problems.items():
-            raise DiskError(errno.EIO, f"rank {rank} cannot offload: {problem}")
+        if outcome.first is not None:
+            raise DiskError(errno.EIO, f"rank {outcome.first[0]} cannot offload: {outcome.first[1]}")
 
     def take_over(self, units: Mapping[int, Unit], optimizer: torch.optim.Optimizer) -> StreamedStep | None:
         """Make this optimizer's streamed step if a state is offloaded or the native update can do it; else return None."""
