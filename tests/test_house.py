@@ -12,7 +12,7 @@ from shardwise.config import LossScale, Offload, Precision, ShardConfig
 SOURCE = Path(shardwise.__file__).parent
 LAYERS = [
     "errors", "native", "ticket", "stages", "config", "observe", "tiers", "partition", "comm", "schedule", "optim", "engine",
-    "activations", "tiling", "checkpoint", "planner", "report", "testing", "api", "cli",
+    "activations", "tiling", "checkpoint", "planner", "report", "testing", "reading", "run", "api", "cli",
 ]  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
         "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
     ]  # fmt: skip
-    public = sorted(name for name in vars(shardwise.Run) if not name.startswith("_"))
+    public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [
         "accumulating", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state",
         "iter_grads",

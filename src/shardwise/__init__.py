@@ -3,10 +3,11 @@
 Public names: `shard`, `sharded_init`, `Run`, `Checkpoints`, `Precision`, `LossScale`, `Offload`, `ShardwiseError`, `__version__`.
 """
 
-from shardwise.api import Run, shard, sharded_init
+from shardwise.api import shard, sharded_init
 from shardwise.checkpoint import Checkpoints
 from shardwise.config import LossScale, Offload, Precision
 from shardwise.errors import ShardwiseError
+from shardwise.run import Run
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,139 @@
+"""What can be read of a run: full state dicts, gradients and masters, gathered Unit by Unit."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine import Runtime, Survivors
+from shardwise.errors import ModelError, RanksDifferError
+from shardwise.partition import Handle, Unit
+from shardwise.tiers import checksum
+
+
+class Reading:
+    """The part of a `Run` that reads full values."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._runtime = runtime
+        self._survivors = Survivors(runtime, optimizer)
+        named: Iterable[tuple[str, Any]] = model.named_parameters(remove_duplicate=False)
+        handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
+        self._places = {name: (handle.unit, handle.slot) for name, handle in handles.items()}
+
+    def iter_full_state(self) -> Iterator[tuple[str, Any]]:
+        """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must
+        iterate.
+
+        Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
+        next one is asked for.
+        """
+        self._runtime.changes.store_written()
+        by_unit: dict[int, list[tuple[str, int]]] = {}
+        others: list[tuple[str, Any]] = []
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            handle = getattr(value, "_shardwise", None)
+            if handle is None:
+                others.append((name, value))
+            else:
+                by_unit.setdefault(handle.unit.index, []).append((name, handle.slot))
+        self._check_replicas(others)
+        for unit in self._runtime.units:
+            full = self._survivors.full_masters(unit)
+            for name, slot in by_unit.get(unit.index, ()):
+                yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
+        yield from others
+
+    def _check_replicas(self, others: Sequence[tuple[str, Any]]) -> None:
+        """Raise if a parameter that every rank holds in full has different values on different ranks."""
+        runtime = self._runtime
+        whole = [unit for unit in runtime.units if unit.is_always_full]
+        strangers = [(name, value) for name, value in others if isinstance(value, nn.Parameter)]
+        marks = [checksum(unit.full) for unit in whole] + [checksum(value) for _, value in strangers]
+        found = runtime.changes.agree_on(marks) if marks and runtime.world.world_size > 1 else []
+        names = [unit.layout.slots[0].name for unit in whole] + [name for name, _ in strangers]
+        for name, (low, high) in zip(names, found, strict=False):
+            if low != high:
+                raise RanksDifferError(
+                    f"parameter {name!r}, or one gathered with it, has different values on different ranks: it was changed by "
+                    "hand on some of them, or never averaged. Make the same change on every rank before saving."
+                )
+
+    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
+        """The whole state dict on the CPU, streamed Unit by Unit; empty on other ranks unless `rank0_only=False`.
+
+        Keys, buffers and extra state are those of `model.state_dict()`.
+        """
+        wanted = self._runtime.world.rank == 0 or not rank0_only
+        found: dict[str, Any] = {}
+        tied: dict[int, torch.Tensor] = {}
+        entries = self._model.state_dict(keep_vars=True)
+        for name, value in self.iter_full_state():
+            if not wanted:
+                continue
+            if not isinstance(value, torch.Tensor):
+                found[name] = copy.deepcopy(value)  # a module's extra state
+                continue
+            key = id(entries[name])
+            if key not in tied:
+                tied[key] = value.detach().to("cpu", copy=True).contiguous()
+            found[name] = tied[key]
+        return {name: found[name] for name in entries if name in found}
+
+    def grad(self, name: str) -> torch.Tensor | None:
+        """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
+        self._runtime.gradients.accumulated.require_reduced("run.grad()")
+        unit, slot = self._place(name)
+        if not self._runtime.gradients.holds(unit, slot) or not unit.layout.slots[slot].numel:
+            return None
+        return _param_view(unit, slot, self._runtime.outside.full_grad(unit)).clone()
+
+    def iter_grads(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, full reduced gradient or None) of every parameter, one Unit in memory at a time. All ranks must iterate.
+
+        A tensor is only valid until the next one is asked for.
+        """
+        gradients = self._runtime.gradients
+        gradients.accumulated.require_reduced("run.iter_grads()")
+        for unit, names in self._by_unit():
+            held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
+            full = self._runtime.outside.full_grad(unit) if held else None
+            for slot, name in names.items():
+                yield name, _param_view(unit, slot, full) if full is not None and slot in held else None
+
+    def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full value that the optimizer updates) of every parameter, one Unit at a time. All ranks must iterate."""
+        self._runtime.changes.store_written()
+        for unit, names in self._by_unit():
+            full = self._survivors.full_masters(unit)
+            for slot, name in names.items():
+                yield name, _param_view(unit, slot, full)
+
+    def _by_unit(self) -> Iterator[tuple[Unit, dict[int, str]]]:
+        """Every Unit with the first name of each of its parameters."""
+        for unit in self._runtime.units:
+            yield unit, {number: slot.name for number, slot in enumerate(unit.layout.slots)}
+
+    def master(self, name: str) -> torch.Tensor:
+        """The full value of a parameter that the optimizer updates (fp32 or wider). All ranks must call."""
+        self._runtime.changes.store_written()
+        unit, slot = self._place(name)
+        return _param_view(unit, slot, self._survivors.full_masters(unit)).clone()
+
+    def _place(self, name: str) -> tuple[Unit, int]:
+        if name not in self._places:
+            near = difflib.get_close_matches(name, self._places, n=1)
+            raise ModelError(f"no parameter {name!r} in the model{f' (did you mean {near[0]!r}?)' if near else ''}.")
+        return self._places[name]
+
+
+def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:
+    place = unit.layout.slots[slot]
+    return full.as_strided(place.shape, place.stride, full.storage_offset() + place.offset)

@@ -1,0 +1,209 @@
+"""The handle that `shard` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import checkpoint
+from shardwise.comm import Transport
+from shardwise.config import ShardConfig
+from shardwise.engine import Runtime, assemble
+from shardwise.errors import ConfigError, ModelError, ShardwiseError
+from shardwise.observe import EventLog, saved_activation_bytes
+from shardwise.optim import GradScaler, state_bytes
+from shardwise.planner import MemoryPlan, admission, predict_run
+from shardwise.reading import Reading
+from shardwise.report import format_report
+from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
+from shardwise.tiers import Kind, device_tier
+
+
+class Run(Reading):
+    """The handle that `shard` returns: clipping, full parameters, gradients and state dicts, loss scaling, reports."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: ShardConfig,
+        runtime: Runtime,
+    ) -> None:
+        super().__init__(model, optimizer, runtime)
+        self._activation_bytes = 0
+        self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
+        """A `torch.amp.GradScaler` for this model; without `Precision(loss_scale=...)` it scales
+        nothing."""
+        self._subject = checkpoint.Subject(model, optimizer, runtime, self._survivors, self.scaler)
+        self.config = config
+        """The options given to `shard`, frozen."""
+        self.ledger = runtime.ledger
+        """Bytes per tier and kind."""
+
+    # -- training ---------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; returns the norm before clipping.
+
+        Raises NonFiniteGradientError, with nothing changed, if a gradient is infinite or NaN. Under loss scaling call
+        `run.scaler.unscale_(optimizer)` first; an infinite norm is then returned, and the scaler skips the step.
+        """
+        if not (max_norm > 0 and norm_type > 0):
+            raise ConfigError(f"clip_grad_norm_({max_norm}, {norm_type}): both must be positive.")
+        return self._runtime.norms.clip(float(max_norm), float(norm_type))
+
+    @contextlib.contextmanager
+    def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Inside the context `module` (default: the model) has full parameters; in-place changes are kept. All ranks must enter.
+
+        Every rank must make the same change, because each stores only its own slice.
+        """
+        module = self._model if module is None else module
+        handles = [getattr(param, "_shardwise", None) for param in module.parameters()]
+        if any(handle is None or handle.unit.owner is not self._runtime.units[0].owner for handle in handles):
+            raise ModelError(f"gathered(): {type(module).__name__} has parameters that this run does not manage.")
+        units = {handle.unit.index: handle.unit for handle in handles if handle is not None}
+        with self._runtime.outside.gathered(list(units.values())):
+            yield
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Use it around all backwards of a step but the last: gradients are summed locally and reduced once, by the last.
+
+        Without it every backward reduces into the gradient shard, and no rank keeps more than a few Units' local gradients. With
+        it a step sends its gradients once, but every rank keeps local gradients of the whole model until the last backward. All
+        ranks must use it in the same backwards.
+        """
+        with self._runtime.outside.accumulating():
+            yield
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+        """Save everything that training needs to go on to the directory `path`, which must not exist. All ranks must call.
+
+        `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved.
+        """
+        checkpoint.save(self._subject, path, extra, scheduler)
+
+    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
+        """Load a checkpoint, whatever world size, stage and placement it was saved at. All ranks must call.
+
+        If it is missing, damaged or does not fit, all ranks raise CheckpointError and nothing has changed. With `strict=False`
+        parameters that are only in one of the two are left out and listed in the result.
+        """
+        return checkpoint.load(self._subject, path, scheduler, strict=strict)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the run."""
+        return self._runtime.world.rank
+
+    # -- looking back -----------------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> Transport:
+        """The transport in use, with its counters."""
+        return self._runtime.transport
+
+    @property
+    def units(self) -> list[str]:
+        """Names of the Units, in order."""
+        return [unit.name for unit in self._runtime.units]
+
+    @property
+    def events(self) -> EventLog:
+        """Named events, oldest first."""
+        return self._runtime.events
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (1.0 without loss scaling)."""
+        return float(self.scaler.get_scale())
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps skipped because a gradient overflowed."""
+        return self._runtime.num_skipped_steps
+
+    @contextlib.contextmanager
+    def measuring_activations(self) -> Iterator[None]:
+        """Count what autograd keeps for backward inside the context; the report shows it."""
+        units = self._runtime.units
+        with saved_activation_bytes(lambda address: any(unit.has_address(address) for unit in units)) as count:
+            yield
+        self._activation_bytes = max(self._activation_bytes, count())
+        self.ledger.set(device_tier(self._runtime.world.device), Kind.ACTIVATION, self._activation_bytes)
+
+    def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
+        """Bytes per rank that the memory formula predicts for this model and configuration."""
+        activations = self._activation_bytes if activation_bytes is None else activation_bytes
+        return predict_run(self.config, self._runtime, self._optimizer, activations)
+
+    def measured_memory(self) -> dict[str, int]:
+        """Peak bytes by kind as the ledger saw them on this rank."""
+        tier = device_tier(self._runtime.world.device)
+        if self._optimizer is not None and self._runtime.offload.step is None:
+            self.ledger.set(tier, Kind.MOMENT, state_bytes(self._optimizer))
+        found = {kind.value: self.ledger.peak(tier, kind) for kind in Kind}
+        found["buffer"] += self._runtime.transport.exchange_bytes
+        return found
+
+    def placement(self) -> list[str]:
+        """Lines on where states are kept, how the step is streamed and how much the disk moved; empty without offload."""
+        return self._runtime.offload.describe()
+
+    def report(self, *, activation_bytes: int | None = None) -> str:
+        """Bytes by kind, predicted and measured, and traffic, as text for this rank."""
+        predicted = self.predicted_memory(activation_bytes=activation_bytes)
+        return format_report(self.config, self._runtime, predicted, self.measured_memory(), self.loss_scale)
+
+    def selfcheck(
+        self, loss_of: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
+    ) -> ParityReport:
+        """Compare sharded with plain replicated training of this model, on copies; rank 0 prints the differences.
+
+        `loss_of(model, step)` returns this rank's loss. The model and optimizer in training are not touched. Needs
+        memory for two whole copies. All ranks must call.
+        """
+        if self._optimizer is None:
+            raise ConfigError("selfcheck() needs the optimizer that was given to shard().")
+        plain, plain_optimizer = self._plain_copy(self._optimizer)
+        other, other_optimizer = self._plain_copy(self._optimizer)
+        mesh = self._runtime.world.mesh
+        runtime = assemble(other, other_optimizer, self.config, mesh, admission(self.config, other_optimizer))
+        run = Run(other, other_optimizer, self.config, runtime)
+        report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
+        run.close()
+        if self._runtime.world.rank == 0:
+            print(report)
+        return report
+
+    def _plain_copy(self, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with self.gathered():
+            replica = copy.deepcopy(self._model)
+        groups = group_names(optimizer, self._runtime.units, self._runtime.world)
+        return replica, fill_replica(replica, self.iter_full_state(), optimizer, groups)
+
+    def close(self) -> None:
+        """End background threads and free disk space; parameters and states on disk are lost."""
+        with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
+            self._runtime.gathering.settle()
+        self._runtime.transport.close()
+        self._runtime.offload.close()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copied model has no run."""
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            "pickling a run, or a sharded model (torch.save(model)): it is bound to this rank. Save run.full_state_dict() "
+            "instead, and load it into a model built anew."
+        )
