@@ -22,6 +22,7 @@ from shardwise.planner import MemoryPlan, admission, predict_run
 from shardwise.reading import Reading
 from shardwise.report import format_report
 from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
+from shardwise.ticket import Ticket
 from shardwise.tiers import Kind, device_tier
 
 
@@ -85,12 +86,21 @@ class Run(Reading):
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        wait: bool = True,
+    ) -> Ticket:
         """Save everything that training needs to go on to the directory `path`, which must not exist. All ranks must call.
 
-        `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved.
+        `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved. With `wait=False` it is
+        written in the background: training goes on, and waits only where it would change what has not been read yet. The Ticket's
+        `wait()` returns when the checkpoint is complete; if it fails, that, the next save or the next step raises.
         """
-        checkpoint.save(self._subject, path, extra, scheduler)
+        return checkpoint.save(self._subject, path, extra, scheduler, wait=wait)
 
     def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
         """Load a checkpoint, whatever world size, stage and placement it was saved at. All ranks must call.
@@ -194,6 +204,7 @@ class Run(Reading):
     def close(self) -> None:
         """End background threads and free disk space; parameters and states on disk are lost."""
         with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
+            self._subject.finish_saving()
             self._runtime.gathering.settle()
         self._runtime.transport.close()
         self._runtime.offload.close()

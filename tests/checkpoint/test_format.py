@@ -18,7 +18,8 @@ import shardwise as sw
 from shardwise.checkpoint import Manifest, read_manifest
 from shardwise.checkpoint.manifest import SavedParam, SavedVector
 from shardwise.checkpoint.plain import decode, dumps, encode, loads
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Plan, Reader, Writer
+from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Plan, Reader
+from shardwise.checkpoint.writer import InMemory, Writer
 from shardwise.errors import CheckpointError
 from shardwise.partition import make_layout
 from shardwise.tiers import aligned_memory
@@ -99,10 +100,16 @@ def test_what_cannot_be_saved_is_named() -> None:
 def write(path: Path, vectors: dict[str, torch.Tensor]) -> None:
     engine = make_engine()
     plan = Plan({key: (values.dtype, values.numel()) for key, values in vectors.items()}, {"who": "test"})
-    writer = Writer(path, plan, engine)
+    told: dict[str, int] = dict.fromkeys(vectors, 0)
+
+    def on_written(key: str, num_bytes: int) -> None:
+        told[key] += num_bytes
+
+    writer = Writer(path, plan, engine, on_written)
     for key, values in vectors.items():
-        writer.write(key, lambda start, out, values=values: out.copy_(values[start : start + out.numel()]))
+        writer.write(key, InMemory([(0, values)]))
     writer.finish()
+    assert told == {key: values.numel() * values.element_size() for key, values in vectors.items()}
     writer.close()
     engine.close()
     assert path.stat().st_size == plan.num_bytes

@@ -52,8 +52,8 @@ def saved(path: str, case: str, optimizer: str, options: Options) -> tuple[Any, 
     """Train three steps, save, go on for three: the states when saved, the losses after, the states at the end."""
     run, model, opt, _, _ = build(case, optimizer, **options)
     train(run, model, opt, case, 0, 3)
-    run.save(path, extra={"epoch": 7, "curve": torch.arange(3.0)})
     before = states(run)
+    run.save(path, extra={"epoch": 7, "curve": torch.arange(3.0)})
     losses = train(run, model, opt, case, 3, 6)
     after = states(run)
     run.close()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from shardwise.checkpoint.load import Loaded
 from shardwise.checkpoint.manifest import FILE_NAME
 from shardwise.errors import CheckpointError
+from shardwise.ticket import Returning, Ticket
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -19,7 +20,14 @@ _NAME = re.compile(r"step-(\d{8,})")
 class Saveable(Protocol):
     """What `Checkpoints` saves and loads: a `Run`."""
 
-    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        wait: bool = True,
+    ) -> Ticket:
         """Save a checkpoint."""
 
     def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> Loaded:
@@ -53,14 +61,24 @@ class Checkpoints:
         """The newest complete checkpoint, or None."""
         return next(reversed(self.all()), None)
 
-    def save(self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> Path:
-        """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call."""
-        path = self.directory / f"step-{step:08d}"
-        run.save(path, extra=extra, scheduler=scheduler)
+    def save(
+        self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None, wait: bool = True
+    ) -> Ticket:
+        """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call.
+
+        With `wait=False`, as in `run.save`, they are removed when the Ticket is waited for, or by the next save.
+        """
+        self._remove_old(run)
+        ticket = run.save(self.directory / f"step-{step:08d}", extra=extra, scheduler=scheduler, wait=wait)
+        if not wait:
+            return Returning(ticket, lambda: self._remove_old(run))
+        self._remove_old(run)
+        return ticket
+
+    def _remove_old(self, run: Saveable) -> None:
         if run.rank == 0:
             for old in self.all()[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
-        return path
 
     def resume(self, run: Saveable, *, scheduler: Any = None, strict: bool = True) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""

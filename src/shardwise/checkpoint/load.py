@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
-from shardwise.checkpoint.subject import Subject, restore_rng_states
+from shardwise.checkpoint.subject import Subject, restore_rng_states, try_together
 from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
@@ -64,10 +64,12 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     `strict=False` parameters that are only in one of the two are left out.
     """
     runtime = subject.runtime
+    subject.finish_saving()
     engine = make_engine()
     source = _Source(Path(os.path.abspath(path)), subject, engine)
     try:
-        subject.together(lambda: source.check(strict=strict), f"{source.path} was not loaded, and nothing was changed")
+        failure = f"{source.path} was not loaded, and nothing was changed"
+        try_together(runtime.world, lambda: source.check(strict=strict), failure)
         others = source.others
         Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
         subject.restore(others)

@@ -1,18 +1,22 @@
 """Writes a checkpoint: every rank its own shards into its own file, in parallel; then rank 0 writes the manifest and renames.
 
 What a rank writes follows from the layout. Ranks meet twice: when all have written, and when rank 0 has committed. Until the
-rename the directory has a name of its own, by which leftovers of killed saves are recognised.
+rename the directory has a name of its own, and every file in it is locked by its writer: so leftovers of killed saves are
+recognised. A save in the background does the same on a thread of its own, with a process group of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
-import glob
 import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +24,220 @@ import torch
 
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, rng_states
-from shardwise.checkpoint.tensor_file import Plan, Writer
-from shardwise.engine import LONG, Runtime
+from shardwise.checkpoint.subject import Subject, rng_states, try_together
+from shardwise.checkpoint.tensor_file import Plan
+from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
+from shardwise.comm import World
+from shardwise.engine import LONG, OnDisk, Runtime, Unsaved
 from shardwise.errors import CheckpointError
 from shardwise.observe import format_bytes
+from shardwise.ticket import Done, Ticket
 from shardwise.tiers.io import make_engine
 
 _SAVING = ".saving-"
 """Between the name of a checkpoint and its save_id, while it is being written."""
-_LOCK = "lock"
-_YOUNG_S = 600.0  # a directory without a lock is taken for a leftover when it is older than this
+_YOUNG_S = 5.0  # a directory without files is taken for a leftover when it is older than this
 
 
-def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+def save(
+    subject: Subject,
+    path: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    *,
+    wait: bool = True,
+) -> Ticket:
     """Write a checkpoint of a run to the directory `path`, which must not exist. All ranks must call.
 
-    Raises CheckpointError on all ranks if any rank fails; nothing is left then, and what was there before is unchanged.
+    Raises CheckpointError on all ranks if any rank fails; nothing is left then, and what was there before is unchanged. With
+    `wait=False` the Ticket raises it, or the next save or step.
     """
     runtime = subject.runtime
     runtime.gradients.accumulated.require_reduced("run.save()")
+    subject.finish_saving()
     runtime.changes.store_written()
-    target = Path(os.path.abspath(path))
-    save_id = subject.next_save_id()
-    place = target.parent / f".{target.name}{_SAVING}{save_id}"
-    others: dict[str, Any] = {}
-    failure = f"the checkpoint {target} was not saved"
-    with contextlib.ExitStack() as stack:
+    work = _Save(subject, Path(os.path.abspath(path)), extra, scheduler, in_background=not wait)
+    if wait:
+        work(runtime.world, lambda unit: None)
+        return Done()
+    subject.saving = InBackground(work, runtime, subject.world_of_saving())
+    return subject.saving
 
-        def write() -> None:
-            stored: dict[str, torch.Tensor] = {}
-            if runtime.world.rank == 0:
-                told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-                others.update(encode({**subject.others(), **told}, "what is to be saved", stored))
-                stack.enter_context(_claimed(target, place))
-            _write(subject, place, save_id, stored)
 
+class InBackground(Ticket):
+    """A save on a thread of its own. Training goes on; it waits only before it changes what has not been read yet."""
+
+    def __init__(self, work: _Save, runtime: Runtime, world: World) -> None:
+        self._unsaved = runtime.offload.unsaved = Unsaved()
+        self._thread = threading.Thread(target=_run, args=(work, world, self._unsaved), name="shardwise-save", daemon=True)
+        self._thread.start()
+        _under_way.add(self)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete; raise if it failed, unless its failure was raised before."""
+        self._unsaved.has_ended_within(None)
+        self._thread.join()
+        problem = self._unsaved.take_problem()
+        if problem is not None:
+            raise problem
+
+    def is_done_within(self, patience_s: float) -> bool:
+        """Wait up to `patience_s` for the end of the save; return whether it has ended."""
+        return self._unsaved.has_ended_within(patience_s)
+
+
+_under_way: weakref.WeakSet[InBackground] = weakref.WeakSet()
+
+
+def _run(work: _Save, world: World, unsaved: Unsaved) -> None:
+    try:
+        work(world, unsaved.advance)
+    except Exception as problem:  # raised again in the thread that waits, or by the next step
+        unsaved.end(problem)
+    else:
+        unsaved.end(None)
+
+
+@atexit.register
+def _finish_all() -> None:
+    """A script that ends with a save in the background ends when the checkpoint is complete."""
+    for ticket in list(_under_way):
         try:
-            subject.together(write, failure)
-            subject.together(lambda: _commit(runtime, target, place, save_id, others), failure)
+            if not ticket.is_done_within(_EXIT_S):
+                raise CheckpointError(f"it took longer than {_EXIT_S:.0f} s")
+            ticket.wait()
+        except Exception as problem:  # nobody is left to catch it
+            print(f"shardwise: the script has ended, and its last save in the background failed: {problem}", file=sys.stderr)
+
+
+_EXIT_S = 600.0  # how long a script that has ended waits for its last checkpoint
+
+
+class _Save:
+    """One rank's part of one save. Everything that is small, or that training will change unseen, is copied when it is made."""
+
+    def __init__(
+        self, subject: Subject, target: Path, extra: Mapping[str, Any] | None, scheduler: Any, *, in_background: bool
+    ) -> None:
+        """`in_background`: buffers and the user's tensors may change before they are written, so that they are copied."""
+        runtime, save_id = subject.runtime, subject.next_save_id()
+        self._target, self._units, self._is_in_background = target, runtime.units, in_background
+        self._place = target.parent / f".{target.name}{_SAVING}{save_id}"
+        self._rank, self._world_size = runtime.world.shard.rank, runtime.world.shard.size
+        self._manifest: Manifest | None = None
+        self._problem: CheckpointError | None = None
+        vectors = rng_states()
+        if runtime.world.rank == 0:
+            stored: dict[str, torch.Tensor] = {}
+            told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
+            try:
+                others = encode({**subject.others(), **told}, "what is to be saved", stored)
+                self._manifest = make_manifest(runtime, save_id, others)
+            except CheckpointError as error:  # raised where ranks meet, so that all of them raise
+                self._problem = error
+            vectors |= {key: values.clone() for key, values in stored.items()} if in_background else stored
+        self._sources: dict[str, Source] = {}
+        self._unit_of: dict[str, int] = {}
+        entries: dict[str, tuple[torch.dtype, int]] = {}
+        for number, unit in enumerate(runtime.units):
+            for kind, dtype in subject.survivors.kinds(unit).items():
+                key, home = entry_key(number, kind), subject.survivors.home(unit, kind)
+                entries[key] = (dtype, unit.layout.shard_numel)
+                self._sources[key] = FromDisk(home) if isinstance(home, OnDisk) else InMemory(home)
+                self._unit_of[key] = number
+        for key, values in vectors.items():
+            entries[key] = (values.dtype, values.numel())
+            self._sources[key] = InMemory([(0, values)])
+        self._plan = Plan(entries, {"save_id": save_id, "rank": str(self._rank), "states": dumps(_small_states(subject))})
+        self._left = [0] * len(runtime.units)  # bytes of each Unit that are not written yet
+        for key, number in self._unit_of.items():
+            self._left[number] += self._plan.entries[key].num_bytes
+
+    def __call__(self, world: World, advance: Callable[[int], None]) -> None:
+        """Write and commit. `advance` is told which Units' states are no longer read."""
+        failure = f"the checkpoint {self._target} was not saved"
+        try:
+            try_together(world, lambda: self._write(advance), failure)
+            try_together(world, self._commit, failure)
         except BaseException:
-            if runtime.world.rank == 0:
-                shutil.rmtree(place, ignore_errors=True)  # after the meeting: no rank writes there any more
+            if world.rank == 0:
+                shutil.rmtree(self._place, ignore_errors=True)  # after the meeting: no rank writes there any more
             raise
+
+    # -- one rank's file --------------------------------------------------------------------------------------
+
+    def _write(self, advance: Callable[[int], None]) -> None:
+        if self._problem is not None:
+            raise self._problem
+        if self._rank == 0:
+            self._claim()
+        self._place.mkdir(parents=True, exist_ok=True)
+        _require_room(self._place, self._plan.num_bytes * self._world_size)
+        num_done = 0
+
+        def on_written(key: str, num_bytes: int) -> None:
+            nonlocal num_done
+            if key in self._unit_of:
+                self._left[self._unit_of[key]] -= num_bytes
+                before = num_done
+                while num_done < len(self._left) and not self._left[num_done]:
+                    self._require_unwritten(num_done)
+                    num_done += 1
+                if num_done > before:
+                    advance(num_done - 1)
+
+        engine = make_engine()
+        try:
+            writer = Writer(self._place / data_file_name(self._rank, self._world_size), self._plan, engine, on_written)
+            try:
+                for key, source in self._sources.items():
+                    writer.write(key, source)
+                writer.finish()
+            finally:
+                writer.close()
+        finally:
+            engine.close()
+
+    def _require_unwritten(self, number: int) -> None:
+        """Raise if user code has written to parameters that are always full while their memory was being read."""
+        unit = self._units[number]
+        if self._is_in_background and unit.is_always_full and unit.may_be_written():
+            raise CheckpointError(
+                f"parameter {unit.layout.slots[0].name!r}, or one of the same Unit, was written by hand while it was being saved "
+                f"in the background: {self._target} would be a mixture and was not saved. Wait for the Ticket before such writes."
+            )
+
+    def _claim(self) -> None:
+        """On rank 0: remove what killed saves have left; raise if the path is taken."""
+        if self._target.exists() or self._target.is_symlink():
+            raise CheckpointError(f"{self._target} exists already. Save to another path, or remove it first.")
+        if self._target.parent.is_dir():
+            remove_leftovers(self._target, self._place)
+
+    # -- commit -----------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """On rank 0: write the manifest and give the directory its name. All files are on the disk before the rename."""
+        if self._manifest is None:
+            return
+        names = [self._manifest.file_name(rank) for rank in range(self._world_size)]
+        missing = [rank for rank, name in enumerate(names) if not (self._place / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"rank 0 does not see the files of ranks {missing[:5]} in {self._target.parent}: they were given another path, "
+                "or the hosts share no file system there. Save to a directory that all hosts share."
+            )
+        with open(self._place / FILE_NAME, "xb") as file:
+            file.write(self._manifest.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_directory(self._place)
+        if self._target.exists() or self._target.is_symlink():
+            raise CheckpointError(
+                f"{self._target} has appeared while this checkpoint was written, and is left as it is. Save to another path."
+            )
+        os.rename(self._place, self._target)  # fails if a directory with files has the name meanwhile
+        _sync_directory(self._target.parent)
 
 
 def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> Manifest:
@@ -76,53 +251,6 @@ def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> 
         names, offsets = tuple(slot.name for slot in slots), tuple(slot.offset for slot in slots)
         vectors.append(SavedVector(names, offsets, unit.layout.shard_numel))
     return Manifest(save_id, runtime.world.shard.size, runtime.num_steps, params, vectors, others)
-
-
-# -- one rank's file --------------------------------------------------------------------------------------------------
-
-
-def _write(subject: Subject, place: Path, save_id: str, stored: Mapping[str, torch.Tensor]) -> None:
-    runtime = subject.runtime
-    rank, world_size = runtime.world.shard.rank, runtime.world.shard.size
-    place.mkdir(parents=True, exist_ok=True)
-    vectors = {**rng_states(), **stored}
-    entries: dict[str, tuple[torch.dtype, int]] = {}
-    for number, unit in enumerate(runtime.units):
-        for kind, dtype in subject.survivors.kinds(unit).items():
-            entries[entry_key(number, kind)] = (dtype, unit.layout.shard_numel)
-    entries |= {key: (values.dtype, values.numel()) for key, values in vectors.items()}
-    plan = Plan(entries, {"save_id": save_id, "rank": str(rank), "states": dumps(_small_states(subject))})
-    _require_room(place, plan.num_bytes * world_size)
-    engine = make_engine()
-    try:
-        writer = Writer(place / data_file_name(rank, world_size), plan, engine)
-        try:
-            for number, unit in enumerate(runtime.units):
-                for kind in subject.survivors.kinds(unit):
-                    with subject.survivors.shard(unit, kind) as parts:
-                        writer.write(entry_key(number, kind), _Filler([(piece.shard_start, values) for piece, values in parts]))
-            for key, values in vectors.items():
-                writer.write(key, _Filler([(0, values)]))
-            writer.finish()
-        finally:
-            writer.close()
-    finally:
-        engine.close()
-
-
-class _Filler:
-    """Copies ranges of a shard, made of parts with gaps, into chunks."""
-
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """`parts`: (first element in the shard, values)."""
-        self._parts = parts
-
-    def __call__(self, start: int, out: torch.Tensor) -> None:
-        stop = start + out.numel()
-        for at, values in self._parts:
-            low, high = max(at, start), min(at + values.numel(), stop)
-            if low < high:
-                out[low - start : high - start].copy_(values.detach()[low - at : high - at])
 
 
 def _small_states(subject: Subject) -> dict[str, Any]:
@@ -147,34 +275,6 @@ def _require_room(place: Path, num_bytes: int) -> None:
         )
 
 
-# -- commit -----------------------------------------------------------------------------------------------------------
-
-
-def _commit(runtime: Runtime, target: Path, place: Path, save_id: str, others: Mapping[str, Any]) -> None:
-    """On rank 0: write the manifest and give the directory its name. All files are on the disk before the rename."""
-    if runtime.world.rank != 0:
-        return
-    manifest = make_manifest(runtime, save_id, others)
-    missing = [rank for rank in range(manifest.world_size) if not (place / manifest.file_name(rank)).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"rank 0 does not see the files of ranks {missing[:5]} in {target.parent}: the hosts share no file system there. "
-            "Save to a directory that all hosts share."
-        )
-    with open(place / FILE_NAME, "xb") as file:
-        file.write(manifest.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
-    os.unlink(place / _LOCK)
-    _sync_directory(place)
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(
-            f"{target} has appeared while this checkpoint was written, and is left as it is. Save to another path."
-        )
-    os.rename(place, target)  # fails if a directory with files has the name meanwhile
-    _sync_directory(target.parent)
-
-
 def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -183,34 +283,29 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _claimed(target: Path, place: Path) -> Iterator[None]:
-    """On rank 0: make the directory to write to, locked for as long as this save lasts."""
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already. Save to another path, or remove it first.")
-    remove_leftovers(target)
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed saves to the same path have left; raise if another run is saving there now."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}{_SAVING}*") if target.parent.is_dir() else ():
-        try:
-            lock = os.open(left / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # killed before it was locked, or about to be locked by another run
-            if time.time() - left.stat().st_mtime > _YOUNG_S:
-                shutil.rmtree(left, ignore_errors=True)
+def remove_leftovers(target: Path, own: Path) -> None:
+    """Remove what killed saves have left beside `target`; raise if another run is saving to it now. This save writes to `own`."""
+    for left in target.parent.glob(f".*{_SAVING}*"):
+        if left == own or not left.is_dir() or left.is_symlink():
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_being_written(left):
             shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            raise CheckpointError(f"another run is saving to {target} now. Save to another path.") from None
-        finally:
-            os.close(lock)
+        elif left.name.startswith(f".{target.name}{_SAVING}"):
+            raise CheckpointError(f"another run is saving to {target} now. Save to another path.")
+
+
+def _is_being_written(left: Path) -> bool:
+    """Whether a process holds the lock of a file in the directory, or may be about to write its first."""
+    with contextlib.suppress(FileNotFoundError):  # committed or removed meanwhile
+        paths = list(left.iterdir())
+        if not paths:
+            return time.time() - left.stat().st_mtime < _YOUNG_S
+        for path in paths:
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(lock)
+    return False

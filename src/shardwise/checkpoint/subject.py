@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import World
 from shardwise.engine import Runtime, Survivors
 from shardwise.errors import CheckpointError
+from shardwise.ticket import Ticket
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Subject:
     """A run, as checkpoints see it."""
 
@@ -28,7 +30,10 @@ class Subject:
     runtime: Runtime
     survivors: Survivors
     scaler: torch.amp.GradScaler
+    saving: Ticket | None = None
+    """The last save in the background; it may have ended."""
     _ids: list[str] = dataclasses.field(default_factory=list)
+    _world: World | None = None
 
     def next_save_id(self) -> str:
         """An id that no other save has, the same on every rank; ranks communicate for the first one only."""
@@ -37,13 +42,17 @@ class Subject:
         self._ids.append(f"{self._ids[0]}-{len(self._ids)}")
         return self._ids[-1]
 
-    def together(self, attempt: Callable[[], None], what: str) -> None:
-        """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
-        outcome = self.runtime.world.try_together(attempt, OSError, CheckpointError)
-        if isinstance(outcome.problem, CheckpointError):
-            raise outcome.problem
-        if outcome.first is not None:
-            raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
+    def finish_saving(self) -> None:
+        """Wait for a save in the background; raise if it failed."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+
+    def world_of_saving(self) -> World:
+        """The same ranks, with a process group of their own, for the saving thread. All ranks must call."""
+        if self._world is None:
+            self._world = self.runtime.world.twin()
+        return self._world
 
     def others(self) -> dict[str, Any]:
         """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""
@@ -124,6 +133,15 @@ class Subject:
         for name, module in self._with_extra_state():
             if name in others["extra_state"]:
                 module.set_extra_state(others["extra_state"][name])
+
+
+def try_together(world: World, attempt: Callable[[], None], what: str) -> None:
+    """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
+    outcome = world.try_together(attempt, OSError, CheckpointError)
+    if isinstance(outcome.problem, CheckpointError):
+        raise outcome.problem
+    if outcome.first is not None:
+        raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
 
 
 def rng_states() -> dict[str, torch.Tensor]:

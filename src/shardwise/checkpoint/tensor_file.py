@@ -1,4 +1,4 @@
-"""One rank's data file: a safetensors file whose entries begin at aligned places, with a checksum of every chunk.
+"""One rank's data file: a safetensors file whose entries begin at multiples of ALIGNMENT, with a checksum of every chunk.
 
 The header is planned before any byte is written, because all sizes are known; checksums have a fixed width and are filled in at
 the end. Anybody's safetensors reader opens the file. Reading checks the header before it trusts any of its numbers.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,13 @@ import torch
 
 from shardwise.checkpoint.plain import DTYPES, dtype_name, dumps, loads
 from shardwise.errors import CheckpointError
-from shardwise.ticket import Ticket
-from shardwise.tiers import aligned_memory, checksum
+from shardwise.tiers import ALIGNMENT, checksum
 from shardwise.tiers.io import File, IoEngine
 
-ALIGN_BYTES = 4096
-"""Every entry begins at a multiple of this in the file."""
 CHUNK_BYTES = 4 << 20
 """How many bytes of an entry one checksum covers, and how many are written or read at a time."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
-_NUM_BUFFERS = 4  # chunks that are written or read at once
 _CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -66,7 +62,7 @@ class Plan:
         for key, (dtype, numel) in entries.items():
             entry = self.entries[key] = Entry(dtype, numel, at)
             at += entry.num_bytes
-            gap = -at % ALIGN_BYTES
+            gap = -at % ALIGNMENT
             if gap:
                 self._padding[f"{_PADDING}{len(self._padding)}"] = Entry(torch.uint8, gap, at)
                 at += gap
@@ -85,7 +81,7 @@ class Plan:
         text = _header_text(metadata, {**self.entries, **self._padding})
         mark = checksum(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         text = _header_text({**metadata, "header": f"{mark:016x}"}, {**self.entries, **self._padding})
-        padded = text.ljust(-(-(len(text) + 8) // ALIGN_BYTES) * ALIGN_BYTES - 8)
+        padded = text.ljust(-(-(len(text) + 8) // ALIGNMENT) * ALIGNMENT - 8)
         return len(padded).to_bytes(8, "little") + padded
 
 
@@ -98,61 +94,6 @@ def _header_text(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> b
             "data_offsets": [entry.start, entry.start + entry.num_bytes],
         }
     return dumps(fields).encode()
-
-
-class Writer:
-    """Writes one file: entries chunk by chunk through a few buffers, the header last."""
-
-    def __init__(self, path: Path, plan: Plan, engine: IoEngine) -> None:
-        self._plan = plan
-        self._engine = engine
-        self._checksums: dict[str, list[int]] = {}
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = File(os.open(path, flags, 0o644), str(path))
-        self._buffers = [aligned_memory(CHUNK_BYTES) for _ in range(_NUM_BUFFERS)]
-        self._tickets: list[Ticket | None] = [None] * _NUM_BUFFERS
-        self._turn = 0
-        try:
-            os.posix_fallocate(self._file.descriptor, 0, plan.num_bytes)  # a full disk is noticed now
-        except BaseException:
-            os.close(self._file.descriptor)
-            raise
-
-    def write(self, key: str, fill: Callable[[int, torch.Tensor], None]) -> None:
-        """Write an entry. `fill(start, out)` puts its elements from `start` on into `out`, which is zero before."""
-        entry = self._plan.entries[key]
-        sums = self._checksums[key] = []
-        for start in range(0, entry.num_bytes, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, entry.num_bytes - start)
-            self._turn = (self._turn + 1) % _NUM_BUFFERS
-            ticket = self._tickets[self._turn]
-            if ticket is not None:
-                ticket.wait()
-            memory = self._buffers[self._turn][:length]
-            memory.zero_()
-            fill(start // entry.dtype.itemsize, memory.view(entry.dtype))
-            sums.append(checksum(memory))
-            place = self._plan.header_bytes + entry.start + start
-            self._tickets[self._turn] = self._engine.start(self._file, memory, place, writes=True)
-
-    def finish(self) -> None:
-        """Write the header and wait until everything is on the disk."""
-        missing = sorted(self._plan.entries.keys() - self._checksums.keys())
-        if missing:
-            raise CheckpointError(f"{self._file.path}: {len(missing)} entries were not written, first {missing[0]!r}.")
-        header = torch.frombuffer(bytearray(self._plan.header(self._checksums)), dtype=torch.uint8)
-        self._engine.start(self._file, header, 0, writes=True).wait()
-        for ticket in self._tickets:
-            if ticket is not None:
-                ticket.wait()
-        os.fsync(self._file.descriptor)
-
-    def close(self) -> None:
-        """Wait for what is under way and close the file."""
-        try:
-            self._engine.drain()
-        finally:
-            os.close(self._file.descriptor)
 
 
 class Reader:

@@ -17,7 +17,7 @@ from shardwise.comm.watch import Watch
 from shardwise.comm.world import World
 from shardwise.errors import LifecycleError
 from shardwise.ticket import Done, Ticket
-from shardwise.tiers import FullBuffer
+from shardwise.tiers import FullBuffer, aligned_zeros
 
 READY = Done()
 """Ticket of a shard that is in memory already."""
@@ -117,7 +117,7 @@ class Transport(ABC):
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Allocate zeroed memory for the vectors that will be gathered, where this transport can reach it best."""
-        return [torch.zeros(entry.memory_numel, dtype=entry.dtype, device=self.world.device) for entry in reservations]
+        return [aligned_zeros(entry.memory_numel, entry.dtype, self.world.device) for entry in reservations]
 
     def overlay(self, tag: int, memory: torch.Tensor) -> FullBuffer | None:
         """A full vector that maps the ranks' shards, so that gathering copies nothing; None if that is not possible."""

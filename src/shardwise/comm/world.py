@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import os
@@ -103,6 +104,15 @@ class World:
             return None
         group: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
         return group
+
+    def twin(self) -> World:
+        """The same ranks with a group of their own for small values in host memory, for another thread. All ranks must call."""
+        twin = copy.copy(self)
+        twin.device = torch.device("cpu")
+        if self.group is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            twin.group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return twin
 
     def part(self, ranks: list[int]) -> World:
         """The World of some of these ranks. Each of them must call this, with the same `ranks`."""

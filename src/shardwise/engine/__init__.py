@@ -1,7 +1,8 @@
 """How does one training step go?
 
 Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
-`Range`, `MASTER`, `VALUE`, `LONG` and `Restoring` (what a checkpoint must contain, and how it comes back), `constructing` and
+`Range`, `OnDisk`, `MASTER`, `VALUE`, `LONG`, `Restoring` and `Unsaved`
+(what a checkpoint must contain, how it comes back, and what a save in the background has still to read), `constructing` and
 `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`,
 `emulates_16_bit` and `resolve_dtypes` (numerics).
 
@@ -17,7 +18,8 @@ from shardwise.engine.norms import clip_factor
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.restoring import Restoring
 from shardwise.engine.runtime import Runtime
-from shardwise.engine.survivors import LONG, MASTER, VALUE, Range, Survivors
+from shardwise.engine.survivors import LONG, MASTER, VALUE, OnDisk, Range, Survivors
+from shardwise.engine.unsaved import Unsaved
 
 __all__ = [
     "LONG",
@@ -25,10 +27,12 @@ __all__ = [
     "MAX_EVICTIONS",
     "MAX_IN_FLIGHT",
     "VALUE",
+    "OnDisk",
     "Range",
     "Restoring",
     "Runtime",
     "Survivors",
+    "Unsaved",
     "assemble",
     "clip_factor",
     "constructing",

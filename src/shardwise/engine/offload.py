@@ -21,6 +21,7 @@ import torch
 from shardwise.comm import Transport, World, own_slice
 from shardwise.config import Offload
 from shardwise.engine.grad_home import GradHome, GradsInMemory, OffloadedGrads
+from shardwise.engine.unsaved import Unsaved
 from shardwise.errors import ConfigError, DiskError, MemoryBudgetError
 from shardwise.observe import format_bytes
 from shardwise.optim import Region, StreamedStep, can_update, long_states
@@ -56,6 +57,8 @@ class Offloading:
         """The streamed optimizer step; None if torch's own step is used."""
         self._region_of: dict[int, Region] = {}
         self._on_device: set[int] = set()  # Units whose shard or masters are borrowed now
+        self.unsaved: Unsaved | None = None
+        """What a save in the background has still to read; set by checkpoints."""
         self.states: dict[str, torch.dtype] = {}
         """Name and dtype of the optimizer's states that are as long as a Piece; empty without offload."""
 
@@ -155,7 +158,15 @@ class Offloading:
             return None  # everything is in memory: torch's own step is used
         factors = self.grads.factors if isinstance(self.grads, OffloadedGrads) else {}
         self.step = StreamedStep(
-            optimizer, trainable, units, self.mover.buffers, self._ledger, self.asked.step_bytes, self.states, factors
+            optimizer,
+            trainable,
+            units,
+            self.mover.buffers,
+            self._ledger,
+            self.asked.step_bytes,
+            self.states,
+            factors,
+            self._before_change,
         )
         return self.step
 
@@ -177,6 +188,25 @@ class Offloading:
         shelf = self._region_of[tag].param
         assert isinstance(shelf, DiskShelf)
         shelf.read_peer(rank, tag, place)
+
+    # -- step -------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Settle gradients. Raise if a save in the background failed; if it runs, let it read what torch's own step changes."""
+        self.grads.settle()
+        if self.unsaved is None:
+            return
+        if self.unsaved.has_ended_within(0.0):
+            problem, self.unsaved = self.unsaved.take_problem(), None
+            if problem is not None:
+                raise problem
+        elif self.step is None:
+            self._before_change(max(self._region_of, default=0))
+
+    def _before_change(self, unit: int) -> None:
+        """Wait until a save in the background has read a Unit's states."""
+        if self.unsaved is not None:
+            self.unsaved.wait_for(unit)
 
     # -- parameters -------------------------------------------------------------------------------------------
 
@@ -207,6 +237,8 @@ class Offloading:
     @contextlib.contextmanager
     def on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
         """Borrow a Unit's shard and masters on device inside the context; evict them at its end if `keeps_changes`."""
+        if keeps_changes:
+            self._before_change(unit.index)
         region = self._region_of.get(unit.index)
         is_offloaded = unit.blueprint.offloads_shard or unit.blueprint.offloads_master
         if region is None or not is_offloaded or unit.index in self._on_device:
@@ -230,6 +262,13 @@ class Offloading:
         finally:
             unit.shard, unit.master = shard, master
             self._on_device.discard(unit.index)
+
+    def shelf_of(self, unit: Unit) -> Shelf | None:
+        """The shelf on which a Unit's masters are kept, or its stored values if it is frozen; None if they are in memory."""
+        region = self._region_of.get(unit.index)
+        if region is None:
+            return None
+        return region.master_shelf if unit.is_trainable else region.param
 
     # -- looking back -----------------------------------------------------------------------------------------
 

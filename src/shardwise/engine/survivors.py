@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardwise.partition import Piece, Unit, UpdatePiece
+from shardwise.tiers import DiskShelf
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -40,6 +41,13 @@ class Range(NamedTuple):
     start: int
     values: torch.Tensor
     """Valid until the next range is asked for."""
+
+
+class OnDisk(NamedTuple):
+    """A vector on disk: from element `start` of a shelf on."""
+
+    shelf: DiskShelf
+    start: int
 
 
 class Survivors:
@@ -84,6 +92,31 @@ class Survivors:
             return
         with self._state_vector(unit, kind) as vector:
             yield list(self._state_parts(unit, own, kind, vector))
+
+    def home(self, unit: Unit, kind: str) -> OnDisk | list[tuple[int, torch.Tensor]]:
+        """Where this rank's shard of one kind is kept: on disk, or in memory as (first element in the shard, values).
+
+        Nothing is copied or fetched. It stays true until the run ends, but values change with the next step.
+        """
+        offload = self._runtime.offload
+        vector: torch.Tensor | None = None
+        if kind in (MASTER, VALUE):
+            shelf, vector = offload.shelf_of(unit), unit.master
+        elif offload.step is not None:
+            shelf = offload.step.shelf_of(unit, kind)
+            vector = offload.step.kept(unit, kind) if shelf is None else None
+        else:
+            own = unit.layout.pieces(unit.rank)
+            return [(piece.shard_start, values) for piece, values in self._state_parts(unit, own, kind, None)]
+        start = 0 if shelf is None else shelf.starts[unit.index]
+        length = unit.span.numel if vector is None or shelf is not None else vector.numel()
+        if length == unit.layout.numel:  # at stage 0 every rank has the full vector, of which it saves its own shard
+            start += unit.rank * unit.layout.shard_numel
+        if isinstance(shelf, DiskShelf):
+            return OnDisk(shelf, start)
+        vector = vector if shelf is None else shelf.vector
+        assert vector is not None
+        return [(0, vector[start : start + unit.layout.shard_numel])]
 
     def states_of(self, unit: Unit, number: int) -> dict[str, Any] | None:
         """The optimizer's states of a Piece, in its order, LONG for a long one. None if it was never updated."""

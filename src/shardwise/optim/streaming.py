@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardwise.optim.elementwise import clone_optimizer, fresh_state
 from shardwise.optim.states import Portion, Region, Run, cut, was_zeroed
 from shardwise.partition import Unit, UpdatePiece, publish_part
 from shardwise.ticket import Ticket
-from shardwise.tiers import Buffer, Buffers, DiskShelf, Kind, Ledger, Shelf, Tier
+from shardwise.tiers import Buffer, Buffers, DiskShelf, Kind, Ledger, Shelf, Tier, aligned_zeros
 
 NUM_SETS = 3
 """Sets of buffers: one is fetched into, one updated, one written back."""
@@ -112,11 +112,14 @@ class StreamedStep:
         step_bytes: int,
         states: dict[str, torch.dtype],
         grad_factors: Mapping[int, Sequence[float]],
+        before_change: Callable[[int], None],
     ) -> None:
         """`states` are the optimizer's long states, as `long_states` found them.
 
-        `grad_factors` maps a Unit to the factors that its gradients are multiplied by after they are fetched.
+        `grad_factors` maps a Unit to the factors that its gradients are multiplied by after they are fetched. `before_change` is
+        called with a Unit's number before its states change.
         """
+        self._before_change = before_change
         self._optimizer = optimizer
         self._regions = regions
         self._buffers = buffers
@@ -168,6 +171,8 @@ class StreamedStep:
                 if number >= 0:
                     held = sets[number % NUM_SETS]
                     held.wait()
+                    for run in portions[number].runs:
+                        self._before_change(run.unit.index)
                     self._update(region, portions[number], held)
                     for shelf in writes:
                         held.tickets.append(shelf.write(held.vector(shelf, portions[number]), portions[number].start))
@@ -316,16 +321,17 @@ class StreamedStep:
 
     def dtype_of(self, unit: Unit, name: str) -> torch.dtype:
         """The dtype in which a long state of a Unit is kept."""
-        shelf = self._shelf(unit, name)
+        shelf = self.shelf_of(unit, name)
         return self.states[name] if shelf is None else shelf.dtype
 
-    def _shelf(self, unit: Unit, name: str) -> Shelf | None:
+    def shelf_of(self, unit: Unit, name: str) -> Shelf | None:
+        """The shelf on which a long state of a Unit is kept; None if it is in memory."""
         return next((region.moments.get(name) for region in self._regions if unit.index in region.lengths), None)
 
     @contextlib.contextmanager
     def on_device(self, unit: Unit, name: str, *, keeps_changes: bool = False) -> Iterator[torch.Tensor]:
         """Borrow a long state of a Unit, as long as its span: fetched to the device if it is on a shelf."""
-        shelf = self._shelf(unit, name)
+        shelf = self.shelf_of(unit, name)
         if shelf is None:
             yield self.kept(unit, name)
             return
@@ -336,7 +342,7 @@ class StreamedStep:
         """A long state in memory, as long as the Unit's span."""
         key = (unit.index, name)
         if key not in self._kept:
-            self._kept[key] = torch.zeros(unit.span.numel, dtype=self.states[name], device=unit.blueprint.device)
+            self._kept[key] = aligned_zeros(unit.span.numel, self.states[name], unit.blueprint.device)
             self._ledger.reserve(Tier.HOST, Kind.MOMENT, self._kept[key].numel() * self._kept[key].element_size())
         return self._kept[key]
 

@@ -27,6 +27,7 @@ from shardwise.tiers import (
     Ledger,
     OverlaidBuffer,
     SparePages,
+    aligned_zeros,
     device_tier,
     make_full_buffer,
     own_storage,
@@ -145,7 +146,7 @@ class Unit:
             master = torch.empty(0, dtype=dtype, device=device)
         else:
             self._ledger.reserve(self._tier, Kind.MASTER, span.numel * dtype.itemsize)
-            master = torch.zeros(span.numel, dtype=dtype, device=device)
+            master = aligned_zeros(span.numel, dtype, device)
         # While masters are offloaded a piece has a shape but no values.
         whole = master if master.numel() else torch.full((), float("nan"), dtype=dtype, device=device).expand(span.numel)
         pieces = self.layout.all_pieces() if span.numel == self.layout.numel else self.layout.pieces(self.rank)

@@ -51,6 +51,14 @@ def aligned_memory(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
+def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector of zeros. If it is long and in host memory, it is aligned, so that the disk can read and write it directly."""
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return aligned_memory(num_bytes)[:num_bytes].view(dtype)
+
+
 class DiskFile:
     """One rank's file: ranges are reserved, then read and written in the background."""
 
@@ -249,13 +257,21 @@ def _open_nameless(directory: Path) -> tuple[int, bool]:
                 "Offload(path=...).",
             ) from None
         raise DiskError(error.errno or errno.EIO, f"no file could be made in {directory}: {error.strerror}.") from None
+    return descriptor, make_direct(descriptor)
+
+
+def make_direct(descriptor: int) -> bool:
+    """Set O_DIRECT for a new file that is open for reading and writing, if it can be used; return whether it can.
+
+    The file may have a first block of zeros afterwards.
+    """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         if _takes_direct(descriptor):
-            return descriptor, True
+            return True
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    return descriptor, False
+    return False
 
 
 def _open_anonymous(directory: Path) -> int:
