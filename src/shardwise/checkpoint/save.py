@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.comm import World
 from shardwise.engine import LONG, OnDisk, Runtime, Unsaved
 from shardwise.errors import CheckpointError
 from shardwise.observe import format_bytes
+from shardwise.partition import Layout
 from shardwise.ticket import Done, Ticket
 from shardwise.tiers.io import make_engine
 
@@ -132,7 +133,8 @@ class _Save:
             told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
             try:
                 others = encode({**subject.others(), **told}, "what is to be saved", stored)
-                self._manifest = make_manifest(runtime, save_id, others)
+                units = [(unit.layout, unit.dtypes.original, unit.is_trainable) for unit in runtime.units]
+                self._manifest = make_manifest(units, save_id, self._world_size, runtime.num_steps, others)
             except CheckpointError as error:  # raised where ranks meet, so that all of them raise
                 self._problem = error
             vectors |= {key: values.clone() for key, values in stored.items()} if in_background else stored
@@ -240,17 +242,18 @@ class _Save:
         _sync_directory(self._target.parent)
 
 
-def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> Manifest:
-    """The manifest of a run: a calculation from its layout."""
+def make_manifest(
+    units: Iterable[tuple[Layout, torch.dtype, bool]], save_id: str, world_size: int, num_steps: int, others: Mapping[str, Any]
+) -> Manifest:
+    """The manifest of a run: a calculation from the layouts, dtypes and trainability of its Units."""
     params: dict[str, SavedParam] = {}
     vectors = []
-    for unit in runtime.units:
-        slots = unit.layout.slots
-        for slot in slots:
-            params[slot.name] = SavedParam(slot.shape, slot.stride, dtype_name(unit.dtypes.original), unit.is_trainable)
-        names, offsets = tuple(slot.name for slot in slots), tuple(slot.offset for slot in slots)
-        vectors.append(SavedVector(names, offsets, unit.layout.shard_numel))
-    return Manifest(save_id, runtime.world.shard.size, runtime.num_steps, params, vectors, others)
+    for layout, dtype, is_trainable in units:
+        for slot in layout.slots:
+            params[slot.name] = SavedParam(slot.shape, slot.stride, dtype_name(dtype), is_trainable)
+        names, offsets = tuple(slot.name for slot in layout.slots), tuple(slot.offset for slot in layout.slots)
+        vectors.append(SavedVector(names, offsets, layout.shard_numel))
+    return Manifest(save_id, world_size, num_steps, params, vectors, others)
 
 
 def _small_states(subject: Subject) -> dict[str, Any]:
