@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.checkpoint.claim import remove_checkpoint, remove_leftovers
 from shardwise.checkpoint.load import Loaded
 from shardwise.checkpoint.manifest import FILE_NAME
+from shardwise.checkpoint.subject import Subject, require_same_path
 from shardwise.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -18,6 +19,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 class Saveable(Protocol):
     """What `Checkpoints` saves and loads: a `Run`."""
+
+    _subject: Subject
 
     def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
         """Save a checkpoint."""
@@ -56,13 +59,17 @@ class Checkpoints:
     def save(self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> Path:
         """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call."""
         path = self.directory / f"step-{step:08d}"
+        if run.rank == 0:
+            remove_leftovers(self.directory, "step-*")
         run.save(path, extra=extra, scheduler=scheduler)
         if run.rank == 0:
             for old in self.all()[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                remove_checkpoint(old)
         return path
 
     def resume(self, run: Saveable, *, scheduler: Any = None, strict: bool = True) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
         newest = self.latest()
+        seen: Sequence[str | None] = run._subject.together(lambda: None if newest is None else str(newest), f"nothing was loaded from {self.directory}")
+        require_same_path(seen, "load")
         return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict)

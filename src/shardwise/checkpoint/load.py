@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
-from shardwise.checkpoint.subject import Subject, restore_rng_states
+from shardwise.checkpoint.subject import Subject, require_same_path, restore_rng_states
 from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
@@ -26,6 +26,7 @@ from shardwise.tiers.io import IoEngine, make_engine
 
 _SHOWN = 8  # differences that an error lists
 _MOST_OPEN = 64  # files at once
+_PARTLY = "The model is loaded in part only: load a checkpoint again before training goes on."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +68,11 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     engine = make_engine()
     source = _Source(Path(os.path.abspath(path)), subject, engine)
     try:
-        subject.together(lambda: source.check(strict=strict), f"{source.path} was not loaded, and nothing was changed")
+        paths = subject.together(lambda: source.check(strict=strict), f"{source.path} was not loaded, and nothing was changed")
+        require_same_path(paths, "load")
         others = source.others
         Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
+        subject.together(source.raise_failure, f"{source.path}: {_PARTLY}")
         subject.restore(others)
         runtime.num_steps = runtime.transport.watch.step = source.manifest.num_steps
         runtime.gradients.clear()
@@ -96,13 +99,15 @@ class _Source:
         self._readers: dict[int, Reader] = {}
         self._memory = aligned_memory(CHUNK_BYTES)
         self._states: dict[int, dict[str, dict[str, Any]]] = {}
+        self._dtypes: dict[tuple[str, str], torch.dtype] = {}
+        self._failure: Exception | None = None
         self.left_out: tuple[str, ...] = ()
         self.manifest: Manifest
         self.others: dict[str, Any]
         self.states: dict[str, dict[str, Any]] = {}
 
-    def check(self, *, strict: bool) -> None:
-        """Read the manifest, compare it with the model, and verify everything that this rank will read."""
+    def check(self, *, strict: bool) -> str:
+        """Read the manifest, compare it with the model, and verify everything that this rank will read; return the path."""
         self.manifest = read_manifest(self.path)
         self.others = decode(dict(self.manifest.others), "the manifest", self._stored)
         problem = Subject.malformed(self.others)
@@ -123,6 +128,7 @@ class _Source:
             for key in self._reader(self._subject.runtime.world.shard.rank).entries:
                 if key.startswith("rng."):
                     self.own_entry(key)
+        return str(self.path)
 
     def _compare(self, *, strict: bool) -> Iterator[str]:
         here = {
@@ -161,10 +167,26 @@ class _Source:
                 key = entry_key(segment.number, kind)
                 if key not in reader.entries:
                     raise CheckpointError(f"{self.path / self.manifest.file_name(segment.rank)} has no entry {key!r}.")
+                self._dtypes[name, kind] = reader.entries[key].dtype
                 reader.verify(key, segment.start, segment.numel)
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype."""
+        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype.
+
+        After a failure nothing more is read: the other ranks wait in fences, so the failure is raised where all meet.
+        """
+        if self._failure is None:
+            try:
+                self._read(unit, piece, kind, out)
+            except (OSError, CheckpointError) as error:
+                self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in `read`."""
+        if self._failure is not None:
+            raise CheckpointError(f"{self._failure} {_PARTLY}") from self._failure
+
+    def _read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         name = unit.layout.slots[piece.slot_index].name
         saved = self.manifest.params.get(name)
         if saved is None:
@@ -180,8 +202,7 @@ class _Source:
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""
         name = unit.layout.slots[piece.slot_index].name
-        segment = next(self.manifest.locate(name, piece.param_start, piece.numel))
-        return self._reader(segment.rank).entries[entry_key(segment.number, kind)].dtype
+        return self._dtypes[name, kind]
 
     def _states_in(self, rank: int) -> Mapping[str, dict[str, Any]]:
         """Optimizer states that a rank's file names, by parameter; LONG stands for a long one."""

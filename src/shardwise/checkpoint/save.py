@@ -1,36 +1,29 @@
 """Writes a checkpoint: every rank its own shards into its own file, in parallel; then rank 0 writes the manifest and renames.
 
-What a rank writes follows from the layout. Ranks meet twice: when all have written, and when rank 0 has committed. Until the
-rename the directory has a name of its own, by which leftovers of killed saves are recognised.
+What a rank writes follows from the layout. Ranks meet three times: when rank 0 has made the directory, when all have written, and
+when rank 0 has committed. Until the rename the directory has a name of its own (`claim.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import glob
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.claim import claimed, place_of
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, rng_states
+from shardwise.checkpoint.subject import Subject, require_same_path, rng_states
 from shardwise.checkpoint.tensor_file import Plan, Writer
 from shardwise.engine import LONG, Runtime
 from shardwise.errors import CheckpointError
 from shardwise.observe import format_bytes
 from shardwise.tiers.io import make_engine
-
-_SAVING = ".saving-"
-"""Between the name of a checkpoint and its save_id, while it is being written."""
-_LOCK = "lock"
-_YOUNG_S = 600.0  # a directory without a lock is taken for a leftover when it is older than this
 
 
 def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
@@ -43,21 +36,22 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
     runtime.changes.store_written()
     target = Path(os.path.abspath(path))
     save_id = subject.next_save_id()
-    place = target.parent / f".{target.name}{_SAVING}{save_id}"
+    place = place_of(target, save_id)
     others: dict[str, Any] = {}
     failure = f"the checkpoint {target} was not saved"
+    stored: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
 
-        def write() -> None:
-            stored: dict[str, torch.Tensor] = {}
+        def claim() -> str:
             if runtime.world.rank == 0:
                 told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
                 others.update(encode({**subject.others(), **told}, "what is to be saved", stored))
-                stack.enter_context(_claimed(target, place))
-            _write(subject, place, save_id, stored)
+                stack.enter_context(claimed(target, place))
+            return str(target)
 
         try:
-            subject.together(write, failure)
+            require_same_path(subject.together(claim, failure), "save to")
+            subject.together(lambda: _write(subject, place, save_id, stored), failure)
             subject.together(lambda: _commit(runtime, target, place, save_id, others), failure)
         except BaseException:
             if runtime.world.rank == 0:
@@ -84,7 +78,8 @@ def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> 
 def _write(subject: Subject, place: Path, save_id: str, stored: Mapping[str, torch.Tensor]) -> None:
     runtime = subject.runtime
     rank, world_size = runtime.world.shard.rank, runtime.world.shard.size
-    place.mkdir(parents=True, exist_ok=True)
+    if not place.is_dir():
+        raise _not_shared(f"rank {rank} does not see the directory that rank 0 has made", place.parent)
     vectors = {**rng_states(), **stored}
     entries: dict[str, tuple[torch.dtype, int]] = {}
     for number, unit in enumerate(runtime.units):
@@ -147,6 +142,13 @@ def _require_room(place: Path, num_bytes: int) -> None:
         )
 
 
+def _not_shared(what: str, directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{what} in {directory}: it was removed meanwhile, or the hosts share no file system there. Save to a directory that all "
+        "hosts share."
+    )
+
+
 # -- commit -----------------------------------------------------------------------------------------------------------
 
 
@@ -157,15 +159,11 @@ def _commit(runtime: Runtime, target: Path, place: Path, save_id: str, others: M
     manifest = make_manifest(runtime, save_id, others)
     missing = [rank for rank in range(manifest.world_size) if not (place / manifest.file_name(rank)).is_file()]
     if missing:
-        raise CheckpointError(
-            f"rank 0 does not see the files of ranks {missing[:5]} in {target.parent}: the hosts share no file system there. "
-            "Save to a directory that all hosts share."
-        )
+        raise _not_shared(f"rank 0 does not see the files of ranks {missing[:5]}", target.parent)
     with open(place / FILE_NAME, "xb") as file:
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    os.unlink(place / _LOCK)
     _sync_directory(place)
     if target.exists() or target.is_symlink():
         raise CheckpointError(
@@ -181,36 +179,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _claimed(target: Path, place: Path) -> Iterator[None]:
-    """On rank 0: make the directory to write to, locked for as long as this save lasts."""
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already. Save to another path, or remove it first.")
-    remove_leftovers(target)
-    place.mkdir(parents=True, exist_ok=True)
-    lock = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what killed saves to the same path have left; raise if another run is saving there now."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}{_SAVING}*") if target.parent.is_dir() else ():
-        try:
-            lock = os.open(left / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # killed before it was locked, or about to be locked by another run
-            if time.time() - left.stat().st_mtime > _YOUNG_S:
-                shutil.rmtree(left, ignore_errors=True)
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:
-            raise CheckpointError(f"another run is saving to {target} now. Save to another path.") from None
-        finally:
-            os.close(lock)

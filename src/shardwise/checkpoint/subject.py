@@ -6,8 +6,8 @@ import dataclasses
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from shardwise.errors import CheckpointError
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,16 @@ class Subject:
         self._ids.append(f"{self._ids[0]}-{len(self._ids)}")
         return self._ids[-1]
 
-    def together(self, attempt: Callable[[], None], what: str) -> None:
-        """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
-        outcome = self.runtime.world.try_together(attempt, OSError, CheckpointError)
+    def together(self, attempt: Callable[[], _Result], what: str) -> Sequence[_Result | None]:
+        """Run `attempt` on every rank and return all results; if it fails on any, raise CheckpointError on all, with `what` came
+        of it.
+        """
+        outcome = self.runtime.world.try_together(attempt, Exception)  # any error: the other ranks must not wait for this one
         if isinstance(outcome.problem, CheckpointError):
             raise outcome.problem
         if outcome.first is not None:
             raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
+        return outcome.results
 
     def others(self) -> dict[str, Any]:
         """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""
@@ -124,6 +129,16 @@ class Subject:
         for name, module in self._with_extra_state():
             if name in others["extra_state"]:
                 module.set_extra_state(others["extra_state"][name])
+
+
+def require_same_path(paths: Sequence[str | None], verb: str) -> None:
+    """Raise if ranks were given different paths; None stands for no checkpoint."""
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise CheckpointError(
+                f"ranks {verb} different paths: rank 0 {verb} {paths[0] or 'none'}, rank {rank} {verb} {path or 'none'}. Give "
+                "all ranks the same path, on a file system that all hosts share; a relative one depends on a rank's directory."
+            )
 
 
 def rng_states() -> dict[str, torch.Tensor]:
