@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from shardwise.checkpoint.claim import remove_checkpoint, remove_leftovers
 from shardwise.checkpoint.load import Loaded
 from shardwise.checkpoint.manifest import FILE_NAME
 from shardwise.checkpoint.subject import Subject, require_same_path
+from shardwise.checkpoint.tensor_file import Progress
 from shardwise.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -22,10 +23,24 @@ class Saveable(Protocol):
 
     _subject: Subject
 
-    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        progress: Progress | None = None,
+    ) -> None:
         """Save a checkpoint."""
 
-    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> Loaded:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+    ) -> Loaded:
         """Load a checkpoint."""
 
     @property
@@ -56,20 +71,30 @@ class Checkpoints:
         """The newest complete checkpoint, or None."""
         return next(reversed(self.all()), None)
 
-    def save(self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> Path:
+    def save(
+        self,
+        run: Saveable,
+        step: int,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        progress: Progress | None = None,
+    ) -> Path:
         """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call."""
         path = self.directory / f"step-{step:08d}"
         if run.rank == 0:
             remove_leftovers(self.directory, "step-*")
-        run.save(path, extra=extra, scheduler=scheduler)
+        run.save(path, extra=extra, scheduler=scheduler, progress=progress)
         if run.rank == 0:
             for old in self.all()[: -self.keep]:
                 remove_checkpoint(old)
         return path
 
-    def resume(self, run: Saveable, *, scheduler: Any = None, strict: bool = True) -> Loaded | None:
+    def resume(
+        self, run: Saveable, *, scheduler: Any = None, strict: bool = True, progress: Progress | None = None
+    ) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
         newest = self.latest()
-        seen: Sequence[str | None] = run._subject.together(lambda: None if newest is None else str(newest), f"nothing was loaded from {self.directory}")
-        require_same_path(seen, "load")
-        return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict)
+        found = None if newest is None else str(newest)
+        require_same_path(run._subject.together(lambda: found, f"nothing was loaded from {self.directory}"), "load")
+        return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict, progress=progress)

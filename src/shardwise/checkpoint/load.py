@@ -17,7 +17,7 @@ import torch
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
 from shardwise.checkpoint.subject import Subject, require_same_path, restore_rng_states
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
+from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Progress, Reader, open_regular
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
@@ -58,7 +58,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return Manifest.from_bytes(text, str(target / FILE_NAME))
 
 
-def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, *, strict: bool = True) -> Loaded:
+def load(
+    subject: Subject,
+    path: str | os.PathLike[str],
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> Loaded:
     """Load the checkpoint at `path` into a run. All ranks must call.
 
     Raises CheckpointError on all ranks, and changes nothing, if it is missing, damaged, or does not fit the model. With
@@ -66,7 +73,7 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     """
     runtime = subject.runtime
     engine = make_engine()
-    source = _Source(Path(os.path.abspath(path)), subject, engine)
+    source = _Source(Path(os.path.abspath(path)), subject, engine, progress)
     try:
         paths = subject.together(lambda: source.check(strict=strict), f"{source.path} was not loaded, and nothing was changed")
         require_same_path(paths, "load")
@@ -92,8 +99,10 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
 class _Source:
     """The files of one checkpoint, opened as they are needed."""
 
-    def __init__(self, path: Path, subject: Subject, engine: IoEngine) -> None:
+    def __init__(self, path: Path, subject: Subject, engine: IoEngine, progress: Progress | None = None) -> None:
         self.path = path
+        self._progress = progress
+        self._moved_bytes = self._all_bytes = 0
         self._subject = subject
         self._engine = engine
         self._readers: dict[int, Reader] = {}
@@ -121,9 +130,11 @@ class _Source:
                 f"{'; '.join(problems[:_SHOWN])}{more}. Load it into the model that was saved, or pass strict=False to leave out "
                 "what only one of them has."
             )
-        for unit in self._subject.runtime.units:
-            for piece in Restoring.pieces(unit):
-                self._verify(unit, piece)
+        units = self._subject.runtime.units
+        needed = [found for unit in units for piece in Restoring.pieces(unit) for found in self._needed(unit, piece)]
+        for rank, key, start, numel in needed:
+            for _, values in self._reader(rank).read(key, start, numel):
+                self._advance(values)
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
             for key in self._reader(self._subject.runtime.world.shard.rank).entries:
                 if key.startswith("rng."):
@@ -151,7 +162,8 @@ class _Source:
             elif dtype != DTYPES[saved.dtype]:
                 yield f"parameter {name!r} has dtype {saved.dtype} there, {dtype} here"
 
-    def _verify(self, unit: Unit, piece: Piece) -> None:
+    def _needed(self, unit: Unit, piece: Piece) -> Iterator[tuple[int, str, int, int]]:
+        """(rank, key, first element, number of elements) of what will be read of a Piece."""
         name = unit.layout.slots[piece.slot_index].name
         saved = self.manifest.params.get(name)
         if saved is None:
@@ -168,7 +180,13 @@ class _Source:
                 if key not in reader.entries:
                     raise CheckpointError(f"{self.path / self.manifest.file_name(segment.rank)} has no entry {key!r}.")
                 self._dtypes[name, kind] = reader.entries[key].dtype
-                reader.verify(key, segment.start, segment.numel)
+                self._all_bytes += 2 * segment.numel * reader.entries[key].dtype.itemsize  # verified, then stored
+                yield segment.rank, key, segment.start, segment.numel
+
+    def _advance(self, values: torch.Tensor) -> None:
+        self._moved_bytes += values.numel() * values.element_size()
+        if self._progress is not None:
+            self._progress(self._moved_bytes, self._all_bytes)
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype.
@@ -198,6 +216,7 @@ class _Source:
             for start, values in self._reader(segment.rank).read(key, segment.start, segment.numel):
                 at = segment.at + start - segment.start
                 out[at : at + values.numel()].copy_(values)
+                self._advance(values)
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""

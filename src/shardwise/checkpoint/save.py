@@ -19,14 +19,20 @@ from shardwise.checkpoint.claim import claimed, place_of
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
 from shardwise.checkpoint.subject import Subject, require_same_path, rng_states
-from shardwise.checkpoint.tensor_file import Plan, Writer
+from shardwise.checkpoint.tensor_file import Plan, Progress, Writer
 from shardwise.engine import LONG, Runtime
 from shardwise.errors import CheckpointError
 from shardwise.observe import format_bytes
 from shardwise.tiers.io import make_engine
 
 
-def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, scheduler: Any = None) -> None:
+def save(
+    subject: Subject,
+    path: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    progress: Progress | None = None,
+) -> None:
     """Write a checkpoint of a run to the directory `path`, which must not exist. All ranks must call.
 
     Raises CheckpointError on all ranks if any rank fails; nothing is left then, and what was there before is unchanged.
@@ -51,7 +57,7 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
 
         try:
             require_same_path(subject.together(claim, failure), "save to")
-            subject.together(lambda: _write(subject, place, save_id, stored), failure)
+            subject.together(lambda: _write(subject, place, save_id, stored, progress), failure)
             subject.together(lambda: _commit(runtime, target, place, save_id, others), failure)
         except BaseException:
             if runtime.world.rank == 0:
@@ -75,7 +81,9 @@ def make_manifest(runtime: Runtime, save_id: str, others: Mapping[str, Any]) -> 
 # -- one rank's file --------------------------------------------------------------------------------------------------
 
 
-def _write(subject: Subject, place: Path, save_id: str, stored: Mapping[str, torch.Tensor]) -> None:
+def _write(
+    subject: Subject, place: Path, save_id: str, stored: Mapping[str, torch.Tensor], progress: Progress | None = None
+) -> None:
     runtime = subject.runtime
     rank, world_size = runtime.world.shard.rank, runtime.world.shard.size
     if not place.is_dir():
@@ -90,7 +98,7 @@ def _write(subject: Subject, place: Path, save_id: str, stored: Mapping[str, tor
     _require_room(place, plan.num_bytes * world_size)
     engine = make_engine()
     try:
-        writer = Writer(place / data_file_name(rank, world_size), plan, engine)
+        writer = Writer(place / data_file_name(rank, world_size), plan, engine, progress)
         try:
             for number, unit in enumerate(runtime.units):
                 for kind in subject.survivors.kinds(unit):

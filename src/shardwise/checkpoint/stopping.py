@@ -16,9 +16,9 @@ def noting_sigterm() -> Iterator[Callable[[], bool]]:
     """Inside the context SIGTERM does not end this process; the function that it yields says whether it has come to this rank."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("SIGTERM can be caught in a process's main thread only: enter the context there.")
-    came = threading.Event()
-    before: Any = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    came: list[int] = []  # appending is all that a handler may do: it can interrupt itself
+    before: Any = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        yield came.is_set
+        yield lambda: bool(came)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

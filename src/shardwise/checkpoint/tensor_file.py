@@ -21,6 +21,8 @@ from shardwise.ticket import Ticket
 from shardwise.tiers import aligned_memory, checksum
 from shardwise.tiers.io import File, IoEngine
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes that this rank has moved so far, and with all that it will move."""
 ALIGN_BYTES = 4096
 """Every entry begins at a multiple of this in the file."""
 CHUNK_BYTES = 4 << 20
@@ -103,8 +105,9 @@ def _header_text(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> b
 class Writer:
     """Writes one file: entries chunk by chunk through a few buffers, the header last."""
 
-    def __init__(self, path: Path, plan: Plan, engine: IoEngine) -> None:
+    def __init__(self, path: Path, plan: Plan, engine: IoEngine, progress: Progress | None = None) -> None:
         self._plan = plan
+        self._progress = progress
         self._engine = engine
         self._checksums: dict[str, list[int]] = {}
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -134,6 +137,8 @@ class Writer:
             sums.append(checksum(memory))
             place = self._plan.header_bytes + entry.start + start
             self._tickets[self._turn] = self._engine.start(self._file, memory, place, writes=True)
+            if self._progress is not None:
+                self._progress(place + length, self._plan.num_bytes)
 
     def finish(self) -> None:
         """Write the header and wait until everything is on the disk."""
@@ -146,6 +151,8 @@ class Writer:
             if ticket is not None:
                 ticket.wait()
         os.fsync(self._file.descriptor)
+        if self._progress is not None:
+            self._progress(self._plan.num_bytes, self._plan.num_bytes)
 
     def close(self) -> None:
         """Wait for what is under way and close the file."""
@@ -236,11 +243,6 @@ class Reader:
             low, high = max(start, first), min(start + numel, first + len(memory) // size)
             if low < high:
                 yield low, memory.view(entry.dtype)[low - first : high - first]
-
-    def verify(self, key: str, start: int, numel: int) -> None:
-        """Read a range and compare it with its checksums."""
-        for _ in self.read(key, start, numel):
-            pass
 
     def close(self) -> None:
         """Close the file."""
