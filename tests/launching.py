@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -126,14 +126,26 @@ def _main(argv: list[str], out: str, env: dict[str, str], network: str | None) -
         atexit._run_exitfuncs()  # a forked process ends without them
 
 
-def run_ranks(argv: Sequence[str], ranks: int, *, timeout_s: float = TIMEOUT_S, **variables: str) -> tuple[int, str]:
-    """Run a program as so many ranks of this host, as torchrun does. Returns the largest exit code and what was printed."""
+@contextlib.contextmanager
+def started_ranks(argv: Sequence[str], ranks: int, **variables: str) -> Iterator[list[Forked]]:
+    """A program as so many ranks of this host, as torchrun starts it. They are ended with the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's, in torchrun's words
     env = {**without_launcher(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out"
+        out.touch()
         running = [Forked(argv, out=out, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+        try:
+            yield running
+        finally:
+            for process in running:
+                process.finish(0)
+
+
+def run_ranks(argv: Sequence[str], ranks: int, *, timeout_s: float = TIMEOUT_S, **variables: str) -> tuple[int, str]:
+    """Run a program as so many ranks of this host, as torchrun does. Returns the largest exit code and what was printed."""
+    with started_ranks(argv, ranks, **variables) as running:
         codes = [process.finish(timeout_s) for process in running]
-        return max(codes, key=abs), out.read_text()
+        return max(codes, key=abs), running[0].out.read_text()

@@ -86,8 +86,8 @@ def test_public_surface() -> None:
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [
-        "accumulating", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad", "iter_full_state",
-        "iter_grads",
+        "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad",
+        "iter_full_state", "iter_grads",
         "iter_masters", "load", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps",
         "placement", "predicted_memory",
         "rank", "report", "save", "selfcheck", "transport", "units",

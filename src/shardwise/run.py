@@ -93,22 +93,40 @@ class Run(Reading):
         extra: Mapping[str, Any] | None = None,
         scheduler: Any = None,
         wait: bool = True,
+        progress: checkpoint.Progress | None = None,
     ) -> Ticket:
         """Save everything that training needs to go on to the directory `path`, which must not exist. All ranks must call.
 
         `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved. With `wait=False` it is
         written in the background: training goes on, and waits only where it would change what has not been read yet. The Ticket's
-        `wait()` returns when the checkpoint is complete; if it fails, that, the next save or the next step raises.
+        `wait()` returns when the checkpoint is complete; if it fails, that, the next save or the next step raises. `progress` is
+        called with the bytes that this rank has written so far and will write, by the thread that writes.
         """
-        return checkpoint.save(self._subject, path, extra, scheduler, wait=wait)
+        return checkpoint.save(self._subject, path, extra, scheduler, wait=wait, progress=progress)
 
-    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        strict: bool = True,
+        progress: checkpoint.Progress | None = None,
+    ) -> checkpoint.Loaded:
         """Load a checkpoint, whatever world size, stage and placement it was saved at. All ranks must call.
 
         If it is missing, damaged or does not fit, all ranks raise CheckpointError and nothing has changed. With `strict=False`
-        parameters that are only in one of the two are left out and listed in the result.
+        parameters that are only in one of the two are left out and listed in the result. `progress` is called with the bytes that
+        this rank has read so far and will read; everything is read twice, to verify it and to store it.
         """
-        return checkpoint.load(self._subject, path, scheduler, strict=strict)
+        return checkpoint.load(self._subject, path, scheduler, strict=strict, progress=progress)
+
+    @contextlib.contextmanager
+    def catching_sigterm(self) -> Iterator[Callable[[], bool]]:
+        """Inside the context SIGTERM does not end this process. Ask the function that it yields once per step, on all ranks:
+        it says whether the signal has come to any of them, to all at the same step, so that they can save and stop together.
+        """
+        with checkpoint.noting_sigterm() as has_come:
+            yield lambda: self._runtime.changes.agree_on([int(has_come())])[0][1] > 0
 
     @property
     def rank(self) -> int:

@@ -142,7 +142,7 @@ def two_at_once(directory: str) -> list[str]:
         for number in range(4):
             train(run, model, opt, "gpt", number, number + 1)
             last = kept.save(run, number, wait=False)
-            assert len(list(Path(directory).glob(".*.saving-*"))) <= 1, "at most one is in flight"
+            assert len(list(Path(directory).glob(".*.lock"))) <= 1, "at most one is in flight"
         last.wait()
     torch.distributed.barrier()
     run.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from shardwise.checkpoint.claim import remove_checkpoint
 from shardwise.checkpoint.load import Loaded
 from shardwise.checkpoint.manifest import FILE_NAME
+from shardwise.checkpoint.subject import Subject, require_same_path, try_together
+from shardwise.checkpoint.tensor_file import Progress
 from shardwise.errors import CheckpointError
 from shardwise.ticket import Returning, Ticket
 
@@ -20,6 +22,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 class Saveable(Protocol):
     """What `Checkpoints` saves and loads: a `Run`."""
 
+    _subject: Subject
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -27,10 +31,18 @@ class Saveable(Protocol):
         extra: Mapping[str, Any] | None = None,
         scheduler: Any = None,
         wait: bool = True,
+        progress: Progress | None = None,
     ) -> Ticket:
         """Save a checkpoint."""
 
-    def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> Loaded:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        scheduler: Any = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+    ) -> Loaded:
         """Load a checkpoint."""
 
     @property
@@ -62,14 +74,21 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def save(
-        self, run: Saveable, step: int, *, extra: Mapping[str, Any] | None = None, scheduler: Any = None, wait: bool = True
+        self,
+        run: Saveable,
+        step: int,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        wait: bool = True,
+        progress: Progress | None = None,
     ) -> Ticket:
         """Save a checkpoint of a run and remove those that are no longer kept. All ranks must call.
 
         With `wait=False`, as in `run.save`, they are removed when the Ticket is waited for, or by the next save.
         """
-        self._remove_old(run)
-        ticket = run.save(self.directory / f"step-{step:08d}", extra=extra, scheduler=scheduler, wait=wait)
+        path = self.directory / f"step-{step:08d}"
+        ticket = run.save(path, extra=extra, scheduler=scheduler, wait=wait, progress=progress)
         if not wait:
             return Returning(ticket, lambda: self._remove_old(run))
         self._remove_old(run)
@@ -78,9 +97,14 @@ class Checkpoints:
     def _remove_old(self, run: Saveable) -> None:
         if run.rank == 0:
             for old in self.all()[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                remove_checkpoint(old)
 
-    def resume(self, run: Saveable, *, scheduler: Any = None, strict: bool = True) -> Loaded | None:
+    def resume(
+        self, run: Saveable, *, scheduler: Any = None, strict: bool = True, progress: Progress | None = None
+    ) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
         newest = self.latest()
-        return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict)
+        found = None if newest is None else str(newest)
+        world = run._subject.runtime.world
+        require_same_path(try_together(world, lambda: found, f"nothing was loaded from {self.directory}"), "load")
+        return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict, progress=progress)

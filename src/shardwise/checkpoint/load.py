@@ -16,8 +16,8 @@ import torch
 
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
-from shardwise.checkpoint.subject import Subject, restore_rng_states, try_together
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
+from shardwise.checkpoint.subject import Subject, require_same_path, restore_rng_states, try_together
+from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Progress, Reader, open_regular
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
@@ -26,6 +26,7 @@ from shardwise.tiers.io import IoEngine, make_engine
 
 _SHOWN = 8  # differences that an error lists
 _MOST_OPEN = 64  # files at once
+_PARTLY = "The model is loaded in part only: load a checkpoint again before training goes on."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return Manifest.from_bytes(text, str(target / FILE_NAME))
 
 
-def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, *, strict: bool = True) -> Loaded:
+def load(
+    subject: Subject,
+    path: str | os.PathLike[str],
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> Loaded:
     """Load the checkpoint at `path` into a run. All ranks must call.
 
     Raises CheckpointError on all ranks, and changes nothing, if it is missing, damaged, or does not fit the model. With
@@ -66,12 +74,13 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     runtime = subject.runtime
     subject.finish_saving()
     engine = make_engine()
-    source = _Source(Path(os.path.abspath(path)), subject, engine)
+    source = _Source(Path(os.path.abspath(path)), subject, engine, progress)
     try:
         failure = f"{source.path} was not loaded, and nothing was changed"
-        try_together(runtime.world, lambda: source.check(strict=strict), failure)
+        require_same_path(try_together(runtime.world, lambda: source.check(strict=strict), failure), "load")
         others = source.others
         Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
+        try_together(runtime.world, source.raise_failure, f"{source.path}: {_PARTLY}")
         subject.restore(others)
         runtime.num_steps = runtime.transport.watch.step = source.manifest.num_steps
         runtime.gradients.clear()
@@ -91,20 +100,24 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
 class _Source:
     """The files of one checkpoint, opened as they are needed."""
 
-    def __init__(self, path: Path, subject: Subject, engine: IoEngine) -> None:
+    def __init__(self, path: Path, subject: Subject, engine: IoEngine, progress: Progress | None = None) -> None:
         self.path = path
+        self._progress = progress
+        self._moved_bytes = self._all_bytes = 0
         self._subject = subject
         self._engine = engine
         self._readers: dict[int, Reader] = {}
         self._memory = aligned_memory(CHUNK_BYTES)
         self._states: dict[int, dict[str, dict[str, Any]]] = {}
+        self._dtypes: dict[tuple[str, str], torch.dtype] = {}
+        self._failure: Exception | None = None
         self.left_out: tuple[str, ...] = ()
         self.manifest: Manifest
         self.others: dict[str, Any]
         self.states: dict[str, dict[str, Any]] = {}
 
-    def check(self, *, strict: bool) -> None:
-        """Read the manifest, compare it with the model, and verify everything that this rank will read."""
+    def check(self, *, strict: bool) -> str:
+        """Read the manifest, compare it with the model, and verify everything that this rank will read; return the path."""
         self.manifest = read_manifest(self.path)
         self.others = decode(dict(self.manifest.others), "the manifest", self._stored)
         problem = Subject.malformed(self.others)
@@ -118,13 +131,16 @@ class _Source:
                 f"{'; '.join(problems[:_SHOWN])}{more}. Load it into the model that was saved, or pass strict=False to leave out "
                 "what only one of them has."
             )
-        for unit in self._subject.runtime.units:
-            for piece in Restoring.pieces(unit):
-                self._verify(unit, piece)
+        units = self._subject.runtime.units
+        needed = [found for unit in units for piece in Restoring.pieces(unit) for found in self._needed(unit, piece)]
+        for rank, key, start, numel in needed:
+            for _, values in self._reader(rank).read(key, start, numel):
+                self._advance(values)
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
             for key in self._reader(self._subject.runtime.world.shard.rank).entries:
                 if key.startswith("rng."):
                     self.own_entry(key)
+        return str(self.path)
 
     def _compare(self, *, strict: bool) -> Iterator[str]:
         here = {
@@ -147,7 +163,8 @@ class _Source:
             elif dtype != DTYPES[saved.dtype]:
                 yield f"parameter {name!r} has dtype {saved.dtype} there, {dtype} here"
 
-    def _verify(self, unit: Unit, piece: Piece) -> None:
+    def _needed(self, unit: Unit, piece: Piece) -> Iterator[tuple[int, str, int, int]]:
+        """(rank, key, first element, number of elements) of what will be read of a Piece."""
         name = unit.layout.slots[piece.slot_index].name
         saved = self.manifest.params.get(name)
         if saved is None:
@@ -163,10 +180,32 @@ class _Source:
                 key = entry_key(segment.number, kind)
                 if key not in reader.entries:
                     raise CheckpointError(f"{self.path / self.manifest.file_name(segment.rank)} has no entry {key!r}.")
-                reader.verify(key, segment.start, segment.numel)
+                self._dtypes[name, kind] = reader.entries[key].dtype
+                self._all_bytes += 2 * segment.numel * reader.entries[key].dtype.itemsize  # verified, then stored
+                yield segment.rank, key, segment.start, segment.numel
+
+    def _advance(self, values: torch.Tensor) -> None:
+        self._moved_bytes += values.numel() * values.element_size()
+        if self._progress is not None:
+            self._progress(self._moved_bytes, self._all_bytes)
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype."""
+        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype.
+
+        After a failure nothing more is read: the other ranks wait in fences, so the failure is raised where all meet.
+        """
+        if self._failure is None:
+            try:
+                self._read(unit, piece, kind, out)
+            except (OSError, CheckpointError) as error:
+                self._failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong in `read`."""
+        if self._failure is not None:
+            raise CheckpointError(f"{self._failure} {_PARTLY}") from self._failure
+
+    def _read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         name = unit.layout.slots[piece.slot_index].name
         saved = self.manifest.params.get(name)
         if saved is None:
@@ -178,12 +217,12 @@ class _Source:
             for start, values in self._reader(segment.rank).read(key, segment.start, segment.numel):
                 at = segment.at + start - segment.start
                 out[at : at + values.numel()].copy_(values)
+                self._advance(values)
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""
         name = unit.layout.slots[piece.slot_index].name
-        segment = next(self.manifest.locate(name, piece.param_start, piece.numel))
-        return self._reader(segment.rank).entries[entry_key(segment.number, kind)].dtype
+        return self._dtypes[name, kind]
 
     def _states_in(self, rank: int) -> Mapping[str, dict[str, Any]]:
         """Optimizer states that a rank's file names, by parameter; LONG stands for a long one."""

@@ -1,20 +1,18 @@
 """Writes a checkpoint: every rank its own shards into its own file, in parallel; then rank 0 writes the manifest and renames.
 
-What a rank writes follows from the layout. Ranks meet twice: when all have written, and when rank 0 has committed. Until the
-rename the directory has a name of its own, and every file in it is locked by its writer: so leftovers of killed saves are
-recognised. A save in the background does the same on a thread of its own, with a process group of its own.
+What a rank writes follows from the layout. Rank 0 makes the directory (`claim.py`) before the fence at which changes by hand are
+stored, so that the others find it. Then ranks meet twice: when all have written, and when rank 0 has committed. A save in the
+background does the same on a thread of its own, with a process group of its own.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,10 +20,11 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.claim import claimed, place_of
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
 from shardwise.checkpoint.subject import Subject, rng_states, try_together
-from shardwise.checkpoint.tensor_file import Plan
+from shardwise.checkpoint.tensor_file import Plan, Progress
 from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
 from shardwise.engine import LONG, OnDisk, Runtime, Unsaved
@@ -35,10 +34,6 @@ from shardwise.partition import Layout
 from shardwise.ticket import Done, Ticket
 from shardwise.tiers.io import make_engine
 
-_SAVING = ".saving-"
-"""Between the name of a checkpoint and its save_id, while it is being written."""
-_YOUNG_S = 5.0  # a directory without files is taken for a leftover when it is older than this
-
 
 def save(
     subject: Subject,
@@ -47,6 +42,7 @@ def save(
     scheduler: Any = None,
     *,
     wait: bool = True,
+    progress: Progress | None = None,
 ) -> Ticket:
     """Write a checkpoint of a run to the directory `path`, which must not exist. All ranks must call.
 
@@ -56,8 +52,13 @@ def save(
     runtime = subject.runtime
     runtime.gradients.accumulated.require_reduced("run.save()")
     subject.finish_saving()
-    runtime.changes.store_written()
-    work = _Save(subject, Path(os.path.abspath(path)), extra, scheduler, in_background=not wait)
+    place = _Place(Path(os.path.abspath(path)), subject.next_save_id(), runtime.world)
+    try:
+        runtime.changes.store_written()
+        work = _Save(subject, place, extra, scheduler, progress, in_background=not wait)
+    except BaseException:
+        place.close()
+        raise
     if wait:
         work(runtime.world, lambda unit: None)
         return Done()
@@ -114,32 +115,67 @@ def _finish_all() -> None:
 _EXIT_S = 600.0  # how long a script that has ended waits for its last checkpoint
 
 
+class _Place:
+    """The directory that is written to before it gets its name: made and locked by rank 0."""
+
+    def __init__(self, target: Path, save_id: str, world: World) -> None:
+        self.target, self.save_id, self._is_first = target, save_id, world.rank == 0
+        self.path = place_of(target, save_id)
+        self._claim = contextlib.ExitStack()
+        self.problem: Exception | None = None
+        """Why rank 0 could not make it; raised where ranks meet, so that all of them raise."""
+        if self._is_first:
+            try:
+                self._claim.enter_context(claimed(target, self.path))
+            except (OSError, CheckpointError) as error:
+                self.problem = error
+
+    def close(self) -> None:
+        """On rank 0: remove what has not got its name, and the lock. No rank writes there any more."""
+        if self._is_first:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._claim.close()
+
+
 class _Save:
     """One rank's part of one save. Everything that is small, or that training will change unseen, is copied when it is made."""
 
     def __init__(
-        self, subject: Subject, target: Path, extra: Mapping[str, Any] | None, scheduler: Any, *, in_background: bool
+        self,
+        subject: Subject,
+        place: _Place,
+        extra: Mapping[str, Any] | None,
+        scheduler: Any,
+        progress: Progress | None,
+        *,
+        in_background: bool,
     ) -> None:
         """`in_background`: buffers and the user's tensors may change before they are written, so that they are copied."""
-        runtime, save_id = subject.runtime, subject.next_save_id()
-        self._target, self._units, self._is_in_background = target, runtime.units, in_background
-        self._place = target.parent / f".{target.name}{_SAVING}{save_id}"
-        self._rank, self._world_size = runtime.world.shard.rank, runtime.world.shard.size
+        self._place, self._units, self._is_in_background = place, subject.runtime.units, in_background
+        self._progress = progress
+        self._rank, self._world_size = subject.runtime.world.shard.rank, subject.runtime.world.shard.size
         self._manifest: Manifest | None = None
-        self._problem: CheckpointError | None = None
-        vectors = rng_states()
-        if runtime.world.rank == 0:
-            stored: dict[str, torch.Tensor] = {}
-            told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-            try:
-                others = encode({**subject.others(), **told}, "what is to be saved", stored)
-                units = [(unit.layout, unit.dtypes.original, unit.is_trainable) for unit in runtime.units]
-                self._manifest = make_manifest(units, save_id, self._world_size, runtime.num_steps, others)
-            except CheckpointError as error:  # raised where ranks meet, so that all of them raise
-                self._problem = error
-            vectors |= {key: values.clone() for key, values in stored.items()} if in_background else stored
         self._sources: dict[str, Source] = {}
         self._unit_of: dict[str, int] = {}
+        self._left = [0] * len(self._units)  # bytes of each Unit that are not written yet
+        self._num_written = 0
+        self._plan: Plan
+        try:
+            told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
+            self._prepare(subject, told if subject.runtime.world.rank == 0 else None)
+        except Exception as error:  # raised where ranks meet, so that all of them raise
+            place.problem = place.problem or error
+
+    def _prepare(self, subject: Subject, told: Mapping[str, Any] | None) -> None:
+        """Plan the file. `told`: what the user gave; on rank 0, which also makes the manifest."""
+        runtime, save_id = subject.runtime, self._place.save_id
+        vectors = rng_states()
+        if told is not None:
+            stored: dict[str, torch.Tensor] = {}
+            others = encode({**subject.others(), **told}, "what is to be saved", stored)
+            units = [(unit.layout, unit.dtypes.original, unit.is_trainable) for unit in runtime.units]
+            self._manifest = make_manifest(units, save_id, self._world_size, runtime.num_steps, others)
+            vectors |= {key: values.clone() for key, values in stored.items()} if self._is_in_background else stored
         entries: dict[str, tuple[torch.dtype, int]] = {}
         for number, unit in enumerate(runtime.units):
             for kind, dtype in subject.survivors.kinds(unit).items():
@@ -151,34 +187,35 @@ class _Save:
             entries[key] = (values.dtype, values.numel())
             self._sources[key] = InMemory([(0, values)])
         self._plan = Plan(entries, {"save_id": save_id, "rank": str(self._rank), "states": dumps(_small_states(subject))})
-        self._left = [0] * len(runtime.units)  # bytes of each Unit that are not written yet
         for key, number in self._unit_of.items():
             self._left[number] += self._plan.entries[key].num_bytes
 
     def __call__(self, world: World, advance: Callable[[int], None]) -> None:
         """Write and commit. `advance` is told which Units' states are no longer read."""
-        failure = f"the checkpoint {self._target} was not saved"
+        failure = f"the checkpoint {self._place.target} was not saved"
         try:
             try_together(world, lambda: self._write(advance), failure)
             try_together(world, self._commit, failure)
-        except BaseException:
-            if world.rank == 0:
-                shutil.rmtree(self._place, ignore_errors=True)  # after the meeting: no rank writes there any more
-            raise
+        finally:
+            self._place.close()  # after the meeting
 
     # -- one rank's file --------------------------------------------------------------------------------------
 
     def _write(self, advance: Callable[[int], None]) -> None:
-        if self._problem is not None:
-            raise self._problem
-        if self._rank == 0:
-            self._claim()
-        self._place.mkdir(parents=True, exist_ok=True)
-        _require_room(self._place, self._plan.num_bytes * self._world_size)
+        place = self._place.path
+        if self._place.problem is not None:
+            raise self._place.problem
+        if not place.is_dir():
+            raise self._not_shared(f"rank {self._rank} does not see the directory that rank 0 has made")
+        _require_room(place, self._plan.num_bytes * self._world_size)
+        num_bytes_all = sum(entry.num_bytes for entry in self._plan.entries.values())
         num_done = 0
 
         def on_written(key: str, num_bytes: int) -> None:
             nonlocal num_done
+            self._num_written += num_bytes
+            if self._progress is not None:
+                self._progress(self._num_written, num_bytes_all)
             if key in self._unit_of:
                 self._left[self._unit_of[key]] -= num_bytes
                 before = num_done
@@ -190,7 +227,7 @@ class _Save:
 
         engine = make_engine()
         try:
-            writer = Writer(self._place / data_file_name(self._rank, self._world_size), self._plan, engine, on_written)
+            writer = Writer(place / data_file_name(self._rank, self._world_size), self._plan, engine, on_written)
             try:
                 for key, source in self._sources.items():
                     writer.write(key, source)
@@ -206,15 +243,8 @@ class _Save:
         if self._is_in_background and unit.is_always_full and unit.may_be_written():
             raise CheckpointError(
                 f"parameter {unit.layout.slots[0].name!r}, or one of the same Unit, was written by hand while it was being saved "
-                f"in the background: {self._target} would be a mixture and was not saved. Wait for the Ticket before such writes."
+                f"in the background: {self._place.target} would be a mixture and was not saved. Wait for the Ticket before that."
             )
-
-    def _claim(self) -> None:
-        """On rank 0: remove what killed saves have left; raise if the path is taken."""
-        if self._target.exists() or self._target.is_symlink():
-            raise CheckpointError(f"{self._target} exists already. Save to another path, or remove it first.")
-        if self._target.parent.is_dir():
-            remove_leftovers(self._target, self._place)
 
     # -- commit -----------------------------------------------------------------------------------------------
 
@@ -222,24 +252,28 @@ class _Save:
         """On rank 0: write the manifest and give the directory its name. All files are on the disk before the rename."""
         if self._manifest is None:
             return
+        place, target = self._place.path, self._place.target
         names = [self._manifest.file_name(rank) for rank in range(self._world_size)]
-        missing = [rank for rank, name in enumerate(names) if not (self._place / name).is_file()]
+        missing = [rank for rank, name in enumerate(names) if not (place / name).is_file()]
         if missing:
-            raise CheckpointError(
-                f"rank 0 does not see the files of ranks {missing[:5]} in {self._target.parent}: they were given another path, "
-                "or the hosts share no file system there. Save to a directory that all hosts share."
-            )
-        with open(self._place / FILE_NAME, "xb") as file:
+            raise self._not_shared(f"rank 0 does not see the files of ranks {missing[:5]}")
+        with open(place / FILE_NAME, "xb") as file:
             file.write(self._manifest.to_bytes())
             file.flush()
             os.fsync(file.fileno())
-        _sync_directory(self._place)
-        if self._target.exists() or self._target.is_symlink():
+        _sync_directory(place)
+        if target.exists() or target.is_symlink():
             raise CheckpointError(
-                f"{self._target} has appeared while this checkpoint was written, and is left as it is. Save to another path."
+                f"{target} has appeared while this checkpoint was written, and is left as it is. Save to another path."
             )
-        os.rename(self._place, self._target)  # fails if a directory with files has the name meanwhile
-        _sync_directory(self._target.parent)
+        os.rename(place, target)  # fails if a directory with files has the name meanwhile
+        _sync_directory(target.parent)
+
+    def _not_shared(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{what} in {self._place.target.parent}: it was removed meanwhile, or the hosts share no file system there. Save to "
+            "a directory that all hosts share."
+        )
 
 
 def make_manifest(
@@ -284,31 +318,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def remove_leftovers(target: Path, own: Path) -> None:
-    """Remove what killed saves have left beside `target`; raise if another run is saving to it now. This save writes to `own`."""
-    for left in target.parent.glob(f".*{_SAVING}*"):
-        if left == own or not left.is_dir() or left.is_symlink():
-            continue
-        if not _is_being_written(left):
-            shutil.rmtree(left, ignore_errors=True)
-        elif left.name.startswith(f".{target.name}{_SAVING}"):
-            raise CheckpointError(f"another run is saving to {target} now. Save to another path.")
-
-
-def _is_being_written(left: Path) -> bool:
-    """Whether a process holds the lock of a file in the directory, or may be about to write its first."""
-    with contextlib.suppress(FileNotFoundError):  # committed or removed meanwhile
-        paths = list(left.iterdir())
-        if not paths:
-            return time.time() - left.stat().st_mtime < _YOUNG_S
-        for path in paths:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            finally:
-                os.close(lock)
-    return False

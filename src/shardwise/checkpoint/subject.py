@@ -6,8 +6,8 @@ import dataclasses
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from shardwise.ticket import Ticket
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass
@@ -135,13 +137,27 @@ class Subject:
                 module.set_extra_state(others["extra_state"][name])
 
 
-def try_together(world: World, attempt: Callable[[], None], what: str) -> None:
-    """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
-    outcome = world.try_together(attempt, OSError, CheckpointError)
-    if isinstance(outcome.problem, CheckpointError):
+def try_together(world: World, attempt: Callable[[], _Result], what: str) -> Sequence[_Result | None]:
+    """Run `attempt` on every rank and return all results; if it fails on any, raise CheckpointError on all: `what` came of it,
+    and the first rank's error.
+    """
+    outcome = world.try_together(attempt, Exception)  # any error: the other ranks must not wait for this one
+    if outcome.first is None:
+        return outcome.results
+    rank, text = outcome.first
+    if isinstance(outcome.problem, CheckpointError) and str(outcome.problem) == text:
         raise outcome.problem
-    if outcome.first is not None:
-        raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
+    raise CheckpointError(f"{what}. Rank {rank}: {text}") from outcome.problem
+
+
+def require_same_path(paths: Sequence[str | None], verb: str) -> None:
+    """Raise if ranks were given different paths; None stands for no checkpoint."""
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
+            raise CheckpointError(
+                f"ranks {verb} different paths: rank 0 {verb} {paths[0] or 'none'}, rank {rank} {verb} {path or 'none'}. Give "
+                "all ranks the same path, on a file system that all hosts share; a relative one depends on a rank's directory."
+            )
 
 
 def rng_states() -> dict[str, torch.Tensor]:

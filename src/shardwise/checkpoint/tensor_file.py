@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from shardwise.errors import CheckpointError
 from shardwise.tiers import ALIGNMENT, checksum
 from shardwise.tiers.io import File, IoEngine
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes that this rank has moved so far, and with all that it will move."""
 CHUNK_BYTES = 4 << 20
 """How many bytes of an entry one checksum covers, and how many are written or read at a time."""
 MAX_HEADER_BYTES = 100_000_000
@@ -177,11 +179,6 @@ class Reader:
             low, high = max(start, first), min(start + numel, first + len(memory) // size)
             if low < high:
                 yield low, memory.view(entry.dtype)[low - first : high - first]
-
-    def verify(self, key: str, start: int, numel: int) -> None:
-        """Read a range and compare it with its checksums."""
-        for _ in self.read(key, start, numel):
-            pass
 
     def close(self) -> None:
         """Close the file."""

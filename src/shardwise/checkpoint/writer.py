@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,7 +98,7 @@ class _Chunk:
 
 
 class Writer:
-    """Writes one file. It holds a lock on it until it is closed: other processes see that the file is still being written."""
+    """Writes one file."""
 
     def __init__(self, path: Path, plan: Plan, engine: IoEngine, on_written: Callable[[str, int], None]) -> None:
         """`on_written(key, num_bytes)` is called for every chunk when it has been written, in order."""
@@ -113,7 +112,6 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = File(os.open(path, flags, 0o644), str(path))
         try:
-            fcntl.flock(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._file.descriptor, 0, plan.num_bytes)  # a full disk is noticed now
             make_direct(self._file.descriptor)
         except BaseException:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import rich.progress
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import Progress
 from shardwise.cli.corpus import Corpus
 from shardwise.cli.job import Job
 from shardwise.observe import format_bytes
@@ -21,8 +24,17 @@ from shardwise.planner import gpt_activation_bytes
 
 LOG_PERIOD_STEPS = 10
 _LOSS_WINDOW_STEPS = 5
-Show = Callable[[int, float, float, int], None]
-"""Called after every step with steps done, loss, tokens per second and this rank's resident bytes."""
+
+
+class Show:
+    """Shows nothing: what ranks other than the first have."""
+
+    def step(self, done: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        """Show a step: steps done, loss, tokens per second, this rank's resident bytes."""
+
+    def moving(self, what: str) -> Progress | None:
+        """What a save or load tells its progress to."""
+        return None
 
 
 def headline(job: Job, corpus: Corpus, world_size: int) -> str:
@@ -41,25 +53,52 @@ def headline(job: Job, corpus: Corpus, world_size: int) -> str:
 def display(steps: int, plain_log: bool, *, is_shown: bool) -> Iterator[Show]:
     """A progress bar on a terminal, otherwise a line every few steps; nothing unless `is_shown`."""
     if not is_shown:
-        yield lambda *_: None
+        yield Show()
     elif plain_log or not sys.stdout.isatty():
-        yield lambda done, *figures: _print_line(steps, done, *figures)
+        yield _Lines(steps)
     else:
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns) as bar:
-            task = bar.add_task("", total=steps)
-            yield lambda done, *figures: bar.update(task, completed=done, description=_figures(*figures))
+        what, figures = TextColumn("{task.fields[what]}"), TextColumn("{task.description}")
+        with rich.progress.Progress(what, _Amount(), BarColumn(), figures, TimeRemainingColumn()) as bar:
+            yield _Bars(bar, steps)
 
 
-def _print_line(steps: int, done: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
-    if done == 1 or done % LOG_PERIOD_STEPS == 0 or done == steps:
-        print(f"step {done:>{len(str(steps))}}/{steps}  {_figures(loss, tokens_per_s, memory_bytes)}", flush=True)
+class _Lines(Show):
+    """A line every few steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def step(self, done: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        if done == 1 or done % LOG_PERIOD_STEPS == 0 or done == self._steps:
+            width = len(str(self._steps))
+            print(f"step {done:>{width}}/{self._steps}  {_figures(loss, tokens_per_s, memory_bytes)}", flush=True)
+
+
+class _Amount(ProgressColumn):
+    """Steps as numbers, bytes as megabytes."""
+
+    def render(self, task: rich.progress.Task) -> Text:
+        column = MofNCompleteColumn() if task.fields["what"] == "step" else DownloadColumn()
+        return column.render(task)
+
+
+class _Bars(Show):
+    """A bar for the steps, and one for the bytes while a checkpoint is written or read."""
+
+    def __init__(self, bar: rich.progress.Progress, steps: int) -> None:
+        self._bar = bar
+        self._steps = bar.add_task("", total=steps, what="step")
+
+    def step(self, done: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        self._bar.update(self._steps, completed=done, description=_figures(loss, tokens_per_s, memory_bytes))
+
+    def moving(self, what: str) -> Progress:
+        task = self._bar.add_task("", total=None, what=what)
+
+        def progress(done: int, total: int) -> None:
+            self._bar.update(task, completed=done, total=total, visible=done < total)
+
+        return progress
 
 
 def _figures(loss: float, tokens_per_s: float, memory_bytes: int) -> str:

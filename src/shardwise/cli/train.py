@@ -11,12 +11,16 @@ import json
 import logging
 import math
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import shardwise as sw
 from shardwise import errors
+from shardwise.checkpoint import noting_sigterm
 from shardwise.cli.corpus import Corpus
 from shardwise.cli.display import LOG_PERIOD_STEPS, Show, display, headline, summarise
 from shardwise.cli.job import Job
@@ -85,14 +90,32 @@ def _launch(job: Job, ranks: int) -> None:
         )
         # Ranks are forked from one process that has imported what they need, instead of each importing it.
         multiprocessing.set_forkserver_preload(["shardwise.cli.train", "torch._dynamo"])
+        stop = Path(directory) / "stop"
         try:
-            elastic_launch(config, _work_or_leave)(job)
+            with contextlib.nullcontext() if job.checkpoints is None else _passing_sigterm_on(config, stop):
+                elastic_launch(config, _work_or_leave)(job, stop)
         except ChildFailedError as failure:
             Console().show_cursor()  # hidden by the progress bar of a rank that is gone
             raise _root_cause(failure, Path(directory)) from None
         except SignalException as stopped:
             Console().show_cursor()
             raise SystemExit(128 + stopped.sigval) from None
+
+
+@contextlib.contextmanager
+def _passing_sigterm_on(config: LaunchConfig, stop: Path) -> Iterator[None]:
+    """Inside the context SIGTERM makes the file `stop`, which ranks look for after every step, instead of ending them."""
+    config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.touch())
+    # The process that ranks are forked from must not end by a signal to the whole process group: its children end with it.
+    multiprocessing.resource_tracker.ensure_running()  # first: it unblocks SIGTERM when it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _root_cause(failure: ChildFailedError, directory: Path) -> errors.ShardwiseError:
@@ -111,13 +134,13 @@ def _root_cause(failure: ChildFailedError, directory: Path) -> errors.ShardwiseE
     return WorkerFailedError(f"rank {rank} failed.\n{account['extraInfo']['py_callstack'].rstrip()}")
 
 
-def _work_or_leave(job: Job, *, tells: bool = False) -> None:
+def _work_or_leave(job: Job, stop: Path | None = None, *, tells: bool = False) -> None:
     """Run `work`. After a failure record the error for the launcher, print it here if `tells`, and end the process at once.
 
     Nothing is closed then, because background threads may wait for peers that wait for this rank.
     """
     try:
-        work(job)
+        work(job, stop)
     except Exception as error:
         get_error_handler().record_exception(error)
         is_foreseen = isinstance(error, errors.ShardwiseError)
@@ -132,8 +155,20 @@ def _work_or_leave(job: Job, *, tells: bool = False) -> None:
 # -- one rank -------------------------------------------------------------------------------------------------
 
 
-def work(job: Job) -> None:
-    """What one rank does: build the model, train, report, close."""
+def work(job: Job, stop: Path | None = None) -> None:
+    """What one rank does: build the model, train, report, close.
+
+    With checkpoints, SIGTERM or a file at `stop` ends training after the step that runs, with a checkpoint.
+    """
+    if job.checkpoints is None:
+        _train(job, lambda: False)
+        return
+    with noting_sigterm() as has_come:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by `_launch`
+        _train(job, lambda: has_come() or (stop is not None and stop.exists()))
+
+
+def _train(job: Job, is_stopped: Callable[[], bool]) -> None:
     _stay_on_this_host()
     corpus = Corpus.of(job.data)
     torch.manual_seed(job.seed)  # the same on every rank: all build the same model
@@ -145,8 +180,10 @@ def work(job: Job) -> None:
     if rank == 0:
         print(headline(job, corpus, world_size), flush=True)
     with display(job.steps, job.plain_log, is_shown=rank == 0) as show:
-        losses, tokens_per_s = _loop(job, corpus, model, optimizer, run, show)
+        losses, tokens_per_s = _loop(job, corpus, model, optimizer, run, show, is_stopped)
     if rank == 0:
+        if len(losses) < job.steps:
+            print(f"stopped by SIGTERM after step {len(losses)} of {job.steps}; --resume goes on from {job.checkpoints}")
         summarise(job, run, model, losses, tokens_per_s)
     run.close()
     if dist.is_initialized():
@@ -179,14 +216,25 @@ def lr_factor(step: int, steps: int) -> float:
 
 
 def _loop(
-    job: Job, corpus: Corpus, model: nn.Module, optimizer: torch.optim.Optimizer, run: sw.Run, show: Show
+    job: Job,
+    corpus: Corpus,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: sw.Run,
+    show: Show,
+    is_stopped: Callable[[], bool],
 ) -> tuple[list[float], float]:
-    """An ordinary training loop; return the mean loss over all ranks of every step, and tokens per second."""
+    """An ordinary training loop; return the mean loss over all ranks of every step, and tokens per second.
+
+    It ends after the step in which `is_stopped()` is first true on any rank.
+    """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, job.steps))
     tokens_per_step = job.batch * job.sequence * job.accumulate * world_size
     checkpoints = None if job.checkpoints is None else sw.Checkpoints(job.checkpoints, keep=job.keep)
-    found = checkpoints.resume(run, scheduler=scheduler) if checkpoints is not None and job.resume else None
+    found = None
+    if checkpoints is not None and job.resume:
+        found = checkpoints.resume(run, scheduler=scheduler, progress=show.moving("loading"))
     losses: list[float] = [] if found is None else found.extra["losses"]
     if found is not None and rank == 0:
         print(f"resumed after step {len(losses)}", flush=True)
@@ -208,16 +256,21 @@ def _loop(
         scheduler.step()
         optimizer.zero_grad()
 
+        told = torch.stack([total, torch.tensor(float(is_stopped()))])  # one all-reduce for both: ranks stop at the same step
         if world_size > 1:
-            dist.all_reduce(total)
-        losses.append(total.item() / world_size)
+            dist.all_reduce(told)
+        losses.append(told[0].item() / world_size)
+        stops = told[1].item() > 0
         if step % LOG_PERIOD_STEPS == 0 or step == job.steps - 1:
             memory_bytes = process_memory().total
         timed_steps = max(step - first, 1)
         tokens_per_s = timed_steps * tokens_per_step / (time.perf_counter() - began)
         if step == first and job.steps > 1:
             began = time.perf_counter()  # the first step is not timed: it warms up and measures
-        show(step + 1, losses[-1], tokens_per_s, memory_bytes)
-        if checkpoints is not None and ((step + 1) % job.checkpoint_every == 0 or step + 1 == job.steps):
-            checkpoints.save(run, step + 1, scheduler=scheduler, extra={"losses": losses})
+        show.step(step + 1, losses[-1], tokens_per_s, memory_bytes)
+        is_last = stops or step + 1 == job.steps
+        if checkpoints is not None and ((step + 1) % job.checkpoint_every == 0 or is_last):
+            checkpoints.save(run, step + 1, scheduler=scheduler, extra={"losses": losses}, progress=show.moving("saving"))
+        if is_last:
+            break
     return losses, tokens_per_s
