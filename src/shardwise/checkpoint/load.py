@@ -117,7 +117,7 @@ class _Source:
                 "what only one of them has."
             )
         for unit in self._subject.runtime.units:
-            for piece in Restoring.pieces(unit):
+            for piece in unit.span_pieces:
                 self._verify(unit, piece)
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
             for key in self._reader(self._subject.runtime.world.shard.rank).entries:

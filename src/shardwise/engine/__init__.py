@@ -1,9 +1,9 @@
 """How does one training step go?
 
 Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
-`Range`, `MASTER`, `VALUE`, `LONG` and `Restoring` (what a checkpoint must contain, and how it comes back), `constructing` and
-`was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`,
-`emulates_16_bit` and `resolve_dtypes` (numerics).
+`Range`, `MASTER`, `VALUE`, `LONG` and `Restoring` (what a checkpoint must contain, and how it comes back), `plain_state_dict`
+(the optimizer's states for plain torch), `constructing` and `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and
+`MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`, `emulates_16_bit` and `resolve_dtypes` (numerics).
 
 Invariants: stages differ only in the table of `stages.py`; gradients are summed in fp32 or wider; a parameter cannot be
 used before its full vector is filled.
@@ -13,6 +13,7 @@ from shardwise.engine.assembly import assemble
 from shardwise.engine.construction import constructing, was_built_on_disk
 from shardwise.engine.grad_home import MAX_EVICTIONS
 from shardwise.engine.gradients import MAX_IN_FLIGHT
+from shardwise.engine.moving_out import plain_state_dict
 from shardwise.engine.norms import clip_factor
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.restoring import Restoring
@@ -33,6 +34,7 @@ __all__ = [
     "clip_factor",
     "constructing",
     "emulates_16_bit",
+    "plain_state_dict",
     "resolve_dtypes",
     "was_built_on_disk",
 ]
