@@ -100,6 +100,22 @@ class Run(Reading):
         """
         return checkpoint.load(self._subject, path, scheduler, strict=strict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's ranges of everything that `save` saves, for storage of your own. All ranks must call.
+
+        Plain Python values and CPU tensors, safe for `torch.save` and `torch.load(weights_only=True)`. Only the same rank can
+        load it, into the same model at the same world size; `save`, `full_state_dict` and `full_optimizer_state_dict` are for
+        others.
+        """
+        return checkpoint.state_dict(self._subject)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave on this rank. All ranks must call.
+
+        If it is another rank's, another world size's or another model's, all ranks raise CheckpointError and nothing has changed.
+        """
+        checkpoint.load_state_dict(self._subject, state)
+
     @property
     def rank(self) -> int:
         """This rank's number among those of the run."""

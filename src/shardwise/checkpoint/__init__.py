@@ -1,7 +1,7 @@
 """What survives?
 
 Public names: `save`, `load`, `Loaded`, `Subject` (one checkpoint of a run), `Checkpoints` (a directory of them), `Manifest`,
-`make_manifest`, `read_manifest` (what is in it).
+`make_manifest`, `read_manifest` (what is in it), `state_dict`, `load_state_dict` (one rank's part, without files).
 
 Invariants: a checkpoint is a directory of safetensors files and a manifest, independent of world size, stage and placement; it is
 written by all ranks in parallel, without a central plan and without pickle, and appears by one rename, whole or not at all. It is
@@ -11,7 +11,19 @@ read and compared with its checksums before anything of a run is changed.
 from shardwise.checkpoint.directory import Checkpoints
 from shardwise.checkpoint.load import Loaded, load, read_manifest
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.ranges import load_state_dict, state_dict
 from shardwise.checkpoint.save import make_manifest, save
 from shardwise.checkpoint.subject import Subject
 
-__all__ = ["Checkpoints", "Loaded", "Manifest", "Subject", "load", "make_manifest", "read_manifest", "save"]
+__all__ = [
+    "Checkpoints",
+    "Loaded",
+    "Manifest",
+    "Subject",
+    "load",
+    "load_state_dict",
+    "make_manifest",
+    "read_manifest",
+    "save",
+    "state_dict",
+]

@@ -72,14 +72,22 @@ class Survivors:
         return found
 
     @contextlib.contextmanager
-    def shard(self, unit: Unit, kind: str) -> Iterator[Sequence[tuple[Piece, torch.Tensor]]]:
-        """This rank's shard of one kind: (Piece, values) of every parameter that has it; fetched inside the context."""
-        own = unit.layout.pieces(unit.rank)
+    def shard(
+        self, unit: Unit, kind: str, *, pieces: tuple[Piece, ...] | None = None
+    ) -> Iterator[Sequence[tuple[Piece, torch.Tensor]]]:
+        """This rank's shard of one kind: (Piece, values) of every parameter that has it; fetched inside the context.
+
+        `pieces`: other Pieces of what this rank holds than those of its shard.
+        """
+        own = unit.layout.pieces(unit.rank) if pieces is None else pieces
         if kind in (MASTER, VALUE):
             with self._master(unit) as master:
-                # At stage 0 every rank has the full vector of masters, but returns its own shard only.
-                skipped = unit.rank * unit.layout.shard_numel if master.numel() == unit.layout.numel else 0
-                starts = [(piece, skipped + piece.shard_start) for piece in own]
+                # At stage 0 every rank has the full vector of masters, so that Pieces of it begin elsewhere than in a shard.
+                slots, start = (
+                    unit.layout.slots,
+                    0 if master.numel() == unit.layout.numel else unit.rank * unit.layout.shard_numel,
+                )
+                starts = [(piece, slots[piece.slot_index].offset + piece.param_start - start) for piece in own]
                 yield [(piece, master[at : at + piece.numel]) for piece, at in starts]
             return
         with self._state_vector(unit, kind) as vector:
