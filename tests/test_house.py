@@ -88,7 +88,8 @@ def test_public_surface() -> None:
     assert public == [
         "accumulating", "clip_grad_norm_", "close", "events", "full_optimizer_state_dict", "full_state_dict", "gathered",
         "grad", "iter_full_state", "iter_grads",
-        "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps",
+        "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations",
+        "num_skipped_steps",
         "placement", "predicted_memory",
         "rank", "report", "save", "selfcheck", "state_dict", "transport", "units",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +12,18 @@ import torch
 from torch import nn
 
 from shardwise.engine import Runtime, Survivors, plain_state_dict
-from shardwise.errors import ConfigError, ModelError, RanksDifferError
+from shardwise.errors import ConfigError, ModelError, RanksDifferError, TransportError
 from shardwise.partition import Handle, Unit
 from shardwise.tiers import checksum
+
+
+@contextlib.contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """Name the user's call in errors of the exchanges inside: a rank may have made it alone."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{call} failed; all ranks must call it. {error}") from error
 
 
 class Reading:
@@ -91,6 +101,10 @@ class Reading:
         Keys, buffers and extra state are those of `model.state_dict()`. With `trainable_only` it has only the parameters that
         require grad, such as adapters, and neither buffers nor extra state. All ranks must call.
         """
+        with called_by_all("run.full_state_dict()"):
+            return self._full_state_dict(rank0_only=rank0_only, trainable_only=trainable_only)
+
+    def _full_state_dict(self, *, rank0_only: bool, trainable_only: bool) -> dict[str, Any]:
         wanted = self._runtime.world.rank == 0 or not rank0_only
         found: dict[str, Any] = {}
         tied: dict[int, torch.Tensor] = {}
@@ -115,7 +129,8 @@ class Reading:
         """
         if self._optimizer is None:
             raise ConfigError("full_optimizer_state_dict() needs the optimizer that was given to shard().")
-        return plain_state_dict(self._runtime, self._survivors, self._optimizer)
+        with called_by_all("run.full_optimizer_state_dict()"):
+            return plain_state_dict(self._runtime, self._survivors, self._optimizer)
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""

@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.observe import EventLog, saved_activation_bytes
 from shardwise.optim import GradScaler, state_bytes
 from shardwise.planner import MemoryPlan, admission, predict_run
-from shardwise.reading import Reading
+from shardwise.reading import Reading, called_by_all
 from shardwise.report import format_report
 from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
 from shardwise.tiers import Kind, device_tier
@@ -90,7 +90,8 @@ class Run(Reading):
 
         `extra`: None, numbers, strings, tensors, and lists, tuples and dicts of them; rank 0's is saved.
         """
-        checkpoint.save(self._subject, path, extra, scheduler)
+        with called_by_all("run.save()"):
+            checkpoint.save(self._subject, path, extra, scheduler)
 
     def load(self, path: str | os.PathLike[str], *, scheduler: Any = None, strict: bool = True) -> checkpoint.Loaded:
         """Load a checkpoint, whatever world size, stage and placement it was saved at. All ranks must call.
@@ -98,7 +99,8 @@ class Run(Reading):
         If it is missing, damaged or does not fit, all ranks raise CheckpointError and nothing has changed. With `strict=False`
         parameters that are only in one of the two are left out and listed in the result.
         """
-        return checkpoint.load(self._subject, path, scheduler, strict=strict)
+        with called_by_all("run.load()"):
+            return checkpoint.load(self._subject, path, scheduler, strict=strict)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's ranges of everything that `save` saves, for storage of your own. All ranks must call.
@@ -107,14 +109,16 @@ class Run(Reading):
         load it, into the same model at the same world size; `save`, `full_state_dict` and `full_optimizer_state_dict` are for
         others.
         """
-        return checkpoint.state_dict(self._subject)
+        with called_by_all("run.state_dict()"):
+            return checkpoint.state_dict(self._subject)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave on this rank. All ranks must call.
 
         If it is another rank's, another world size's or another model's, all ranks raise CheckpointError and nothing has changed.
         """
-        checkpoint.load_state_dict(self._subject, state)
+        with called_by_all("run.load_state_dict()"):
+            checkpoint.load_state_dict(self._subject, state)
 
     @property
     def rank(self) -> int:

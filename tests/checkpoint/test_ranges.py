@@ -1,4 +1,4 @@
-"""`run.state_dict()`: one rank's part goes through storage of the user's own and comes back; anything else is refused together."""
+"""`run.state_dict()`: one rank's part goes through storage of the user's own and comes back; others are refused together."""
 
 from __future__ import annotations
 
