@@ -64,6 +64,7 @@ def load(subject: Subject, path: str | os.PathLike[str], scheduler: Any = None, 
     `strict=False` parameters that are only in one of the two are left out.
     """
     runtime = subject.runtime
+    runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     engine = make_engine()
     source = _Source(Path(os.path.abspath(path)), subject, engine)
     try:

@@ -61,6 +61,7 @@ def load_state_dict(subject: Subject, state: Mapping[str, Any]) -> None:
     Raises CheckpointError on all ranks, and changes nothing, if it is not this rank's, or does not fit the run.
     """
     runtime = subject.runtime
+    runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     source = _Ranges(subject, state)
     subject.together(source.check, "the state dicts were not loaded, and nothing was changed")
     others = {**state["others"], "scheduler": None, "extra": {}}
