@@ -86,11 +86,12 @@ def test_public_surface() -> None:
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [
-        "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "full_state_dict", "gathered", "grad",
-        "iter_full_state", "iter_grads",
-        "iter_masters", "load", "loss_scale", "master", "measured_memory", "measuring_activations", "num_skipped_steps",
+        "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "full_optimizer_state_dict",
+        "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
+        "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations",
+        "num_skipped_steps",
         "placement", "predicted_memory",
-        "rank", "report", "save", "selfcheck", "transport", "units",
+        "rank", "report", "save", "selfcheck", "state_dict", "transport", "units",
     ]  # fmt: skip
 
 

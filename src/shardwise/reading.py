@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engine import Runtime, Survivors
-from shardwise.errors import ModelError, RanksDifferError
+from shardwise.engine import Runtime, Survivors, plain_state_dict
+from shardwise.errors import ConfigError, ModelError, RanksDifferError, TransportError
 from shardwise.partition import Handle, Unit
 from shardwise.tiers import checksum
+
+
+@contextlib.contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """Name the user's call in errors of the exchanges inside: a rank may have made it alone."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{call} failed; all ranks must call it. {error}") from error
 
 
 class Reading:
@@ -28,28 +38,47 @@ class Reading:
         handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
         self._places = {name: (handle.unit, handle.slot) for name, handle in handles.items()}
 
-    def iter_full_state(self) -> Iterator[tuple[str, Any]]:
+    def iter_full_state(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Any]]:
         """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must
         iterate.
 
         Trainable values come from the masters, in the parameter's original dtype. A tensor is only valid until the
-        next one is asked for.
+        next one is asked for. With `trainable_only` only parameters that require grad are returned, and only their Units are
+        gathered.
         """
         self._runtime.changes.store_written()
         by_unit: dict[int, list[tuple[str, int]]] = {}
         others: list[tuple[str, Any]] = []
         for name, value in self._model.state_dict(keep_vars=True).items():
             handle = getattr(value, "_shardwise", None)
+            if trainable_only and not (isinstance(value, nn.Parameter) and value.requires_grad):
+                continue
             if handle is None:
                 others.append((name, value))
             else:
                 by_unit.setdefault(handle.unit.index, []).append((name, handle.slot))
+        if trainable_only:
+            self._check_flags(by_unit)
         self._check_replicas(others)
         for unit in self._runtime.units:
+            if trainable_only and unit.index not in by_unit:
+                continue
             full = self._survivors.full_masters(unit)
             for name, slot in by_unit.get(unit.index, ()):
                 yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
         yield from others
+
+    def _check_flags(self, by_unit: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+        """Raise if ranks differ in which parameters require grad: they would gather different Units."""
+        chosen = {place for index, found in by_unit.items() for place in ((index, slot) for _, slot in found)}
+        places = [(unit, slot) for unit in self._runtime.units for slot in range(len(unit.layout.slots))]
+        flags = self._runtime.changes.agree_on([int((unit.index, slot) in chosen) for unit, slot in places])
+        for (unit, slot), (low, high) in zip(places, flags, strict=True):
+            if low != high:
+                raise RanksDifferError(
+                    f"parameter {unit.layout.slots[slot].name!r} requires grad on some ranks only. Freeze and unfreeze the same "
+                    "parameters on every rank."
+                )
 
     def _check_replicas(self, others: Sequence[tuple[str, Any]]) -> None:
         """Raise if a parameter that every rank holds in full has different values on different ranks."""
@@ -66,16 +95,21 @@ class Reading:
                     "hand on some of them, or never averaged. Make the same change on every rank before saving."
                 )
 
-    def full_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, *, rank0_only: bool = True, trainable_only: bool = False) -> dict[str, Any]:
         """The whole state dict on the CPU, streamed Unit by Unit; empty on other ranks unless `rank0_only=False`.
 
-        Keys, buffers and extra state are those of `model.state_dict()`.
+        Keys, buffers and extra state are those of `model.state_dict()`. With `trainable_only` it has only the parameters that
+        require grad, such as adapters, and neither buffers nor extra state. All ranks must call.
         """
+        with called_by_all("run.full_state_dict()"):
+            return self._full_state_dict(rank0_only=rank0_only, trainable_only=trainable_only)
+
+    def _full_state_dict(self, *, rank0_only: bool, trainable_only: bool) -> dict[str, Any]:
         wanted = self._runtime.world.rank == 0 or not rank0_only
         found: dict[str, Any] = {}
         tied: dict[int, torch.Tensor] = {}
         entries = self._model.state_dict(keep_vars=True)
-        for name, value in self.iter_full_state():
+        for name, value in self.iter_full_state(trainable_only=trainable_only):
             if not wanted:
                 continue
             if not isinstance(value, torch.Tensor):
@@ -86,6 +120,17 @@ class Reading:
                 tied[key] = value.detach().to("cpu", copy=True).contiguous()
             found[name] = tied[key]
         return {name: found[name] for name in entries if name in found}
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` would be if the optimizer had never been sharded: whole states, on the CPU.
+
+        Rank 0 has it, other ranks get an empty dict. It is streamed Unit by Unit, also from host memory and disk. A plain
+        optimizer with the same groups loads it. All ranks must call.
+        """
+        if self._optimizer is None:
+            raise ConfigError("full_optimizer_state_dict() needs the optimizer that was given to shard().")
+        with called_by_all("run.full_optimizer_state_dict()"):
+            return plain_state_dict(self._runtime, self._survivors, self._optimizer)
 
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""

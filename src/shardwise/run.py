@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.observe import EventLog, saved_activation_bytes
 from shardwise.optim import GradScaler, state_bytes
 from shardwise.planner import MemoryPlan, admission, predict_run
-from shardwise.reading import Reading
+from shardwise.reading import Reading, called_by_all
 from shardwise.report import format_report
 from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
 from shardwise.ticket import Ticket
@@ -102,7 +102,8 @@ class Run(Reading):
         `wait()` returns when the checkpoint is complete; if it fails, that, the next save or the next step raises. `progress` is
         called with the bytes that this rank has written so far and will write, by the thread that writes.
         """
-        return checkpoint.save(self._subject, path, extra, scheduler, wait=wait, progress=progress)
+        with called_by_all("run.save()"):
+            return checkpoint.save(self._subject, path, extra, scheduler, wait=wait, progress=progress)
 
     def load(
         self,
@@ -118,7 +119,8 @@ class Run(Reading):
         parameters that are only in one of the two are left out and listed in the result. `progress` is called with the bytes that
         this rank has read so far and will read; everything is read twice, to verify it and to store it.
         """
-        return checkpoint.load(self._subject, path, scheduler, strict=strict, progress=progress)
+        with called_by_all("run.load()"):
+            return checkpoint.load(self._subject, path, scheduler, strict=strict, progress=progress)
 
     @contextlib.contextmanager
     def catching_sigterm(self) -> Iterator[Callable[[], bool]]:
@@ -127,6 +129,24 @@ class Run(Reading):
         """
         with checkpoint.noting_sigterm() as has_come:
             yield lambda: self._runtime.changes.agree_on([int(has_come())])[0][1] > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's ranges of everything that `save` saves, for storage of your own. All ranks must call.
+
+        Plain Python values and CPU tensors, safe for `torch.save` and `torch.load(weights_only=True)`. Only the same rank can
+        load it, into the same model at the same world size; `save`, `full_state_dict` and `full_optimizer_state_dict` are for
+        others.
+        """
+        with called_by_all("run.state_dict()"):
+            return checkpoint.state_dict(self._subject)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave on this rank. All ranks must call.
+
+        If it is another rank's, another world size's or another model's, all ranks raise CheckpointError and nothing has changed.
+        """
+        with called_by_all("run.load_state_dict()"):
+            checkpoint.load_state_dict(self._subject, state)
 
     @property
     def rank(self) -> int:

@@ -152,6 +152,38 @@ def again(path: str, target: str | None, options: Options) -> Any:
     return result
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a number, not in a tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                param.sub_(param.grad, alpha=group["lr"] / state["step"])
+
+
+def counted(path: str) -> set[type]:
+    model = CASES["mlp"].build()
+    optimizer = Counting(model.parameters())
+    run = sw.shard(model, optimizer, stage=3)
+    train(run, model, optimizer, "mlp", 0, 2)
+    run.save(path)
+    run.load(path)
+    found = {type(state["step"]) for state in optimizer.state.values()}
+    run.close()
+    return found
+
+
+def test_a_count_stays_what_it_was(pool: RankPool, tmp_path: Path) -> None:
+    for found in pool.run(counted, str(tmp_path / "counts")):
+        assert found == {int}
+
+
 # -- schedulers, random generators, a directory of checkpoints ---------------------------------------------------------
 
 

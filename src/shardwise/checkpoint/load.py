@@ -72,6 +72,7 @@ def load(
     `strict=False` parameters that are only in one of the two are left out.
     """
     runtime = subject.runtime
+    runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     subject.finish_saving()
     engine = make_engine()
     source = _Source(Path(os.path.abspath(path)), subject, engine, progress)
@@ -132,7 +133,7 @@ class _Source:
                 "what only one of them has."
             )
         units = self._subject.runtime.units
-        needed = [found for unit in units for piece in Restoring.pieces(unit) for found in self._needed(unit, piece)]
+        needed = [found for unit in units for piece in unit.span_pieces for found in self._needed(unit, piece)]
         for rank, key, start, numel in needed:
             for _, values in self._reader(rank).read(key, start, numel):
                 self._advance(values)

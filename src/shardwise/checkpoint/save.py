@@ -294,11 +294,10 @@ def _small_states(subject: Subject) -> dict[str, Any]:
     """For each parameter with a Piece on this rank that was updated: [name, value, if it is not long] of its states, in order."""
     found: dict[str, Any] = {}
     for unit in subject.runtime.units:
-        for number, update in enumerate(unit.pieces):
-            name, states = unit.layout.slots[update.slot].name, subject.survivors.states_of(unit, number)
-            if states is not None:
-                what = f"an optimizer state of {name!r}"
-                found[name] = [[kind] if value is LONG else [kind, encode(value, what)] for kind, value in states.items()]
+        for piece, states in subject.survivors.states(unit):
+            name = unit.layout.slots[piece.slot_index].name
+            what = f"an optimizer state of {name!r}"
+            found[name] = [[kind] if value is LONG else [kind, encode(value, what)] for kind, value in states.items()]
     return found
 
 

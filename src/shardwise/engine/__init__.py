@@ -1,8 +1,8 @@
 """How does one training step go?
 
 Public names: `assemble` (builds the Runtime of a model), `Runtime` (the step itself: start reading in `runtime.py`), `Survivors`,
-`Range`, `OnDisk`, `MASTER`, `VALUE`, `LONG`, `Restoring` and `Unsaved`
-(what a checkpoint must contain, how it comes back, and what a save in the background has still to read), `constructing` and
+`Range`, `OnDisk`, `MASTER`, `VALUE`, `LONG`, `Restoring` and `Unsaved` (what a checkpoint must contain, how it comes back, and
+what a save in the background has still to read), `plain_state_dict` (the optimizer's states for plain torch), `constructing` and
 `was_built_on_disk` (sharded_init), `MAX_IN_FLIGHT` and `MAX_EVICTIONS` (bounds that the memory formula uses), `clip_factor`,
 `emulates_16_bit` and `resolve_dtypes` (numerics).
 
@@ -14,6 +14,7 @@ from shardwise.engine.assembly import assemble
 from shardwise.engine.construction import constructing, was_built_on_disk
 from shardwise.engine.grad_home import MAX_EVICTIONS
 from shardwise.engine.gradients import MAX_IN_FLIGHT
+from shardwise.engine.moving_out import plain_state_dict
 from shardwise.engine.norms import clip_factor
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.restoring import Restoring
@@ -37,6 +38,7 @@ __all__ = [
     "clip_factor",
     "constructing",
     "emulates_16_bit",
+    "plain_state_dict",
     "resolve_dtypes",
     "was_built_on_disk",
 ]

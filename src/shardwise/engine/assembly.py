@@ -16,13 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Reservation, Transport, World, make_transport
 from shardwise.config import ShardConfig
+from shardwise.engine.adoption import Adoption
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
 from shardwise.engine.hooks import attach
 from shardwise.engine.lookups import adds_in_place
 from shardwise.engine.model_buffers import ModelBuffers, broadcast_from_first
+from shardwise.engine.moving_in import moving_in
 from shardwise.engine.offload import Offloading
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
+from shardwise.engine.restoring import Restoring
 from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
@@ -66,6 +69,7 @@ def assemble(
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
     _check_ranks_agree(world, config, infos, specs)
+    moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
     ledger = Ledger()
@@ -103,7 +107,7 @@ def assemble(
         constructions.pop().release()
     heap.give_back()
     transport.fence()  # no rank reads shards that a slower one is still filling
-    thaw = _Thaw(offload)
+    adoption = Adoption(offload)
     runtime = Runtime(
         units,
         world,
@@ -112,7 +116,7 @@ def assemble(
         offload,
         ModelBuffers(model, world, is_local=config.buffers == "local"),
         ledger,
-        thaw=thaw,
+        adoption=adoption,
         needs_scaling=config.precision.loss_scale is not None,
         prefetch_bytes=prefetch_bytes,
         spare_pages=spare_pages,
@@ -120,7 +124,11 @@ def assemble(
     answers.begin(runtime)
     if optimizer is not None:
         take_over = functools.partial(offload.take_over, {unit.index: unit for unit in units})
-        thaw.adopted = Adopted(optimizer, units, runtime, take_over, _mark(runtime))
+        if moving is not None:
+            moving.clear()
+        adoption.adopted = Adopted(optimizer, units, runtime, take_over, _mark(runtime))
+        if moving is not None:
+            moving.partition(Restoring(runtime, optimizer, moving), units)
     attach(model, runtime, units, config.methods)
     return runtime
 
@@ -150,24 +158,6 @@ def _mark(runtime: Runtime) -> dict[str, int]:
         "stage": runtime.stage.number,
         "layout": zlib.crc32(layout.encode()),
     }
-
-
-class _Thaw:
-    """Makes a Unit that was frozen when the model was sharded trainable."""
-
-    def __init__(self, offload: Offloading) -> None:
-        self._offload = offload
-        self.adopted: Adopted | None = None
-
-    def __call__(self, unit: Unit) -> None:
-        if not self._offload.asked.is_idle:
-            raise ModelError(
-                f"a parameter of Unit {unit.name!r} was unfrozen after sw.shard(..., offload=...): room for its states was not "
-                "set aside. Unfreeze it before sw.shard(), or shard without offload."
-            )
-        unit.thaw()
-        if self.adopted is not None:
-            self.adopted.add(unit)
 
 
 def _number_constructed(infos: Sequence[ParamInfo]) -> None:

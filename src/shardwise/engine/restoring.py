@@ -6,6 +6,7 @@ between two fences.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,8 +53,7 @@ class Restoring:
         for unit in runtime.units:
             self._restore_values(unit)
             if states is not None:
-                for number, update in enumerate(unit.pieces):
-                    self._restore_states(unit, number, states.get(unit.layout.slots[update.slot].name))
+                self.restore_states(unit, states)
         runtime.transport.fence()
         for unit in runtime.units:
             if unit.is_always_full:
@@ -76,28 +76,48 @@ class Restoring:
             if unit.is_trainable:
                 publish_master(unit)
 
+    def restore_states(self, unit: Unit, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the optimizer states of one Unit; those of parameters that have none in `states` are dropped."""
+        for number, update in enumerate(unit.pieces):
+            self._restore_states(unit, number, states.get(unit.layout.slots[update.slot].name))
+        asleep = self._runtime.adoption.asleep
+        for piece in () if unit.is_trainable or self._optimizer is None else unit.span_pieces:
+            saved = states.get(unit.layout.slots[piece.slot_index].name)
+            asleep.pop((unit.index, piece.slot_index), None)
+            if saved is not None:
+                asleep[unit.index, piece.slot_index] = self._read_state(unit, piece, saved)
+
     def _restore_states(self, unit: Unit, number: int, saved: Mapping[str, Any] | None) -> None:
         stream = self._runtime.offload.step
         update = unit.pieces[number]
-        small = {} if saved is None else {kind: value for kind, value in saved.items() if value is not LONG}
-        long = [] if saved is None else [kind for kind, value in saved.items() if value is LONG]
         if stream is not None:
-            if stream.is_native and "step" in small:
-                small["step"] = int(small["step"])
-            for kind in long:
+            small = {} if saved is None else {kind: self._counted(kind, v) for kind, v in saved.items() if v is not LONG}
+            for kind in () if saved is None else (kind for kind, value in saved.items() if value is LONG):
                 with stream.on_device(unit, kind, keeps_changes=True) as vector:
                     self._saved.read(unit, update.bounds, kind, vector[update.range])
             stream.restore(unit, number, None if saved is None else small)
         elif self._optimizer is not None:
             self._optimizer.state.pop(update.master, None)
             if saved is not None:
-                state: dict[str, Any] = {}
-                for kind, value in saved.items():
-                    state[kind] = value
-                    if value is LONG:
-                        dtype = self._saved.dtype_of(unit, update.bounds, kind)
-                        state[kind] = torch.zeros(update.bounds.numel, dtype=dtype, device=unit.blueprint.device)
-                        self._saved.read(unit, update.bounds, kind, state[kind])
-                    elif kind == "step" and isinstance(value, int):  # of the native Adam; torch's own counts in a tensor
-                        state[kind] = torch.tensor(float(value))
-                self._optimizer.state[update.master] = state
+                self._optimizer.state[update.master] = self._read_state(unit, update.bounds, saved)
+
+    def _read_state(self, unit: Unit, piece: Piece, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a Piece in memory of its own."""
+        state: dict[str, Any] = {}
+        for kind, value in saved.items():
+            if value is LONG:
+                dtype = self._saved.dtype_of(unit, piece, kind)
+                state[kind] = torch.zeros(piece.numel, dtype=dtype, device=unit.blueprint.device)
+                self._saved.read(unit, piece, kind, state[kind])
+            else:
+                state[kind] = copy.deepcopy(self._counted(kind, value))
+        return state
+
+    def _counted(self, kind: str, value: Any) -> Any:
+        """A step count as this run keeps it: the native Adam counts in a number, torch's own in a tensor."""
+        stream = self._runtime.offload.step
+        if kind != "step" or type(self._optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return value
+        if stream is not None and stream.is_native:
+            return int(value)
+        return value if isinstance(value, torch.Tensor) else torch.tensor(float(value))

@@ -11,12 +11,13 @@ the transport moves bytes, `Gradients` reduces. A full vector must not outlive i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.comm import Transport, World
+from shardwise.engine.adoption import Adoption
 from shardwise.engine.arrivals import Arrivals
 from shardwise.engine.backward import EndOfBackward, is_inside_autograd
 from shardwise.engine.changes import Changes
@@ -52,15 +53,14 @@ class Runtime:
         buffers: ModelBuffers,
         ledger: Ledger,
         *,
-        thaw: Callable[[Unit], None],
+        adoption: Adoption,
         needs_scaling: bool,
         prefetch_bytes: int,
         spare_pages: SparePages | None,
     ) -> None:
-        """`thaw` makes a frozen Unit trainable. `needs_scaling`: backward() must be called on a scaled loss."""
+        """`adoption` knows the optimizer. `needs_scaling`: backward() must be called on a scaled loss."""
         self.units = units
-        self.world = world
-        self.stage = stage
+        self.world, self.stage = world, stage
         self.transport = transport
         self.offload = offload
         self.ledger = ledger
@@ -79,7 +79,7 @@ class Runtime:
         self._buffers = buffers
         self._lookups = Lookups(units, self.gathering.uses, self)
         self._arrivals = Arrivals(units, self, self._lookups.tables, self.gradients.accumulated)
-        self._thaw = thaw
+        self.adoption = adoption
         self._unfrozen: dict[int, Unit] = {}  # Units to unfreeze when the running backward has ended
         self._keeps_places = stage.params is Held.SHARD and not all(unit.is_overlaid for unit in units)
         self._frames: list[Frame] = []
@@ -296,7 +296,7 @@ class Runtime:
         if self.in_backward:
             self._unfrozen[unit.index] = unit
         elif not unit.is_trainable:
-            self._thaw(unit)
+            self.adoption.thaw(unit)
             self.gradients.add(unit)
 
     def start_afresh(self) -> None:

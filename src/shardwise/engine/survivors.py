@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shardwise.partition import Piece, Unit, UpdatePiece
+from shardwise.partition import Piece, Unit
 from shardwise.tiers import DiskShelf
 
 if TYPE_CHECKING:
@@ -71,23 +71,29 @@ class Survivors:
         """The kinds of long states that this rank has of a Unit, and their dtypes."""
         found = {MASTER: unit.dtypes.master} if unit.is_trainable else {VALUE: unit.dtypes.stored}
         stream = self._runtime.offload.step
-        if stream is not None:
+        if stream is not None and unit.is_trainable:
             if any(self._has_states(unit, number) for number in range(len(unit.pieces))):
                 found |= {kind: stream.dtype_of(unit, kind) for kind in stream.states}
             return found
-        for update in unit.pieces:
-            found |= {kind: value.dtype for kind, value in self._state(update).items() if _is_long(value, update)}
+        for piece, state in self._in_memory(unit):
+            found |= {kind: value.dtype for kind, value in state.items() if _is_long(value, piece)}
         return found
 
     @contextlib.contextmanager
-    def shard(self, unit: Unit, kind: str) -> Iterator[Sequence[tuple[Piece, torch.Tensor]]]:
-        """This rank's shard of one kind: (Piece, values) of every parameter that has it; fetched inside the context."""
-        own = unit.layout.pieces(unit.rank)
+    def shard(
+        self, unit: Unit, kind: str, *, pieces: tuple[Piece, ...] | None = None
+    ) -> Iterator[Sequence[tuple[Piece, torch.Tensor]]]:
+        """This rank's shard of one kind: (Piece, values) of every parameter that has it; fetched inside the context.
+
+        `pieces`: other Pieces of what this rank holds than those of its shard.
+        """
+        own = unit.layout.pieces(unit.rank) if pieces is None else pieces
         if kind in (MASTER, VALUE):
             with self._master(unit) as master:
-                # At stage 0 every rank has the full vector of masters, but returns its own shard only.
-                skipped = unit.rank * unit.layout.shard_numel if master.numel() == unit.layout.numel else 0
-                starts = [(piece, skipped + piece.shard_start) for piece in own]
+                # At stage 0 every rank has the full vector of masters, so that Pieces of it begin elsewhere than in a shard.
+                slots = unit.layout.slots
+                start = 0 if master.numel() == unit.layout.numel else unit.rank * unit.layout.shard_numel
+                starts = [(piece, slots[piece.slot_index].offset + piece.param_start - start) for piece in own]
                 yield [(piece, master[at : at + piece.numel]) for piece, at in starts]
             return
         with self._state_vector(unit, kind) as vector:
@@ -102,7 +108,7 @@ class Survivors:
         vector: torch.Tensor | None = None
         if kind in (MASTER, VALUE):
             shelf, vector = offload.shelf_of(unit), unit.master
-        elif offload.step is not None:
+        elif offload.step is not None and unit.is_trainable:
             shelf = offload.step.shelf_of(unit, kind)
             vector = offload.step.kept(unit, kind) if shelf is None else None
         else:
@@ -118,25 +124,40 @@ class Survivors:
         assert vector is not None
         return [(0, vector[start : start + unit.layout.shard_numel])]
 
-    def states_of(self, unit: Unit, number: int) -> dict[str, Any] | None:
-        """The optimizer's states of a Piece, in its order, LONG for a long one. None if it was never updated."""
+    def states(self, unit: Unit) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """The optimizer's states of each Piece in this rank's span that has any, in its order, LONG for a long one."""
         stream = self._runtime.offload.step
-        update = unit.pieces[number]
-        if stream is None:
-            state = self._state(update)
-            return {kind: LONG if _is_long(value, update) else value for kind, value in state.items()} or None
-        small = stream.small_states(unit, number)
-        return None if small is None else {**small, **dict.fromkeys(stream.states, LONG)}
+        if stream is None or not unit.is_trainable:
+            for piece, state in self._in_memory(unit):
+                if state:
+                    yield piece, {kind: LONG if _is_long(value, piece) else value for kind, value in state.items()}
+            return
+        for number, update in enumerate(unit.pieces):
+            small = stream.small_states(unit, number)
+            if small is not None:
+                yield update.bounds, {**small, **dict.fromkeys(stream.states, LONG)}
 
     def counters(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter, name, value) of other optimizer states, such as step counts, of parameters with a Piece on this rank."""
-        stream = self._runtime.offload.step
         for unit in self._runtime.units:
-            for number, update in enumerate(unit.pieces):
-                found = self._state(update) if stream is None else stream.small_states(unit, number) or {}
-                for kind, value in found.items():
-                    if not _is_long(value, update):
-                        yield unit.layout.slots[update.slot].name, kind, value
+            for piece, state in self.states(unit):
+                for kind, value in state.items():
+                    if value is not LONG:
+                        yield unit.layout.slots[piece.slot_index].name, kind, value
+
+    def full_state(self, unit: Unit, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        """The full vector of a long state of a Unit; elements of parameters that have none are undefined. All ranks must call."""
+        if self._runtime.offload.step is not None and unit.is_trainable:
+            with self._state_vector(unit, kind) as vector:
+                assert vector is not None
+                full = self._runtime.outside.whole(unit, vector)
+                return full.clone() if full is vector else full
+        span = torch.zeros(unit.span.numel, dtype=dtype, device=unit.blueprint.device)
+        for piece, state in self._in_memory(unit):
+            value: Any = state.get(kind)
+            if _is_long(value, piece):
+                span[piece.shard_start : piece.shard_start + piece.numel].copy_(value)
+        return self._runtime.outside.whole(unit, span)
 
     def full_masters(self, unit: Unit) -> torch.Tensor:
         """The full masters of a Unit (stored values if frozen): new memory, unless this rank holds all. All ranks must call."""
@@ -150,8 +171,13 @@ class Survivors:
         with self._runtime.offload.on_device(unit, keeps_changes=False):
             yield unit.master
 
-    def _state(self, update: UpdatePiece) -> dict[str, Any]:
-        return {} if self._optimizer is None else self._optimizer.state.get(update.master, {})
+    def _in_memory(self, unit: Unit) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """The states of every Piece in this rank's span that are kept in the optimizer or, of frozen ones, asleep."""
+        if not unit.is_trainable:
+            asleep = self._runtime.adoption.asleep
+            yield from ((piece, asleep.get((unit.index, piece.slot_index), {})) for piece in unit.span_pieces)
+        elif self._optimizer is not None:
+            yield from ((update.bounds, self._optimizer.state.get(update.master, {})) for update in unit.pieces)
 
     def _has_states(self, unit: Unit, number: int) -> bool:
         """Whether the streamed step has updated this Piece before."""
@@ -160,22 +186,24 @@ class Survivors:
 
     def _state_vector(self, unit: Unit, kind: str) -> contextlib.AbstractContextManager[torch.Tensor | None]:
         stream = self._runtime.offload.step
-        return contextlib.nullcontext() if stream is None else stream.on_device(unit, kind)
+        return contextlib.nullcontext() if stream is None or not unit.is_trainable else stream.on_device(unit, kind)
 
     def _state_parts(
         self, unit: Unit, own: tuple[Piece, ...], kind: str, vector: torch.Tensor | None
     ) -> Iterator[tuple[Piece, torch.Tensor]]:
-        updates = {update.slot: (number, update) for number, update in enumerate(unit.pieces)}
+        if vector is None:
+            held = {piece.slot_index: (piece, state.get(kind)) for piece, state in self._in_memory(unit)}
+        else:
+            held = {
+                update.slot: (update.bounds, vector[update.range] if self._has_states(unit, number) else None)
+                for number, update in enumerate(unit.pieces)
+            }
         for piece in own:
-            number, update = updates[piece.slot_index]
-            skipped = piece.param_start - update.bounds.param_start  # at stage 0, where the span is the full vector
-            if vector is None:
-                values = self._state(update).get(kind)
-            else:
-                values = vector[update.range] if self._has_states(unit, number) else None
+            bounds, values = held[piece.slot_index]
+            skipped = piece.param_start - bounds.param_start  # at stage 0, where the span is the full vector
             if values is not None:
                 yield piece, values[skipped : skipped + piece.numel]
 
 
-def _is_long(value: Any, update: UpdatePiece) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == update.master.shape
+def _is_long(value: Any, piece: Piece) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == (piece.numel,)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import OptimizerError
-from shardwise.optim.elementwise import check_elementwise, fresh_state, has_stepped
+from shardwise.optim.elementwise import check_elementwise, fresh_state
 from shardwise.optim.step import Step, StepListener, StreamedUpdate
 from shardwise.partition import ParamInfo, Unit
 
@@ -30,7 +30,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]) -> None:
-    """Raise if the optimizer is not the model's, has stepped, or cannot update pieces."""
+    """Raise if the optimizer is not the model's, or cannot update pieces."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed.")
     known = {id(info.param) for info in infos}
@@ -41,11 +41,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, infos: Sequence[ParamInfo]
                     f"{type(optimizer).__name__} was built on other parameters: group {number}, parameter {position} (shape "
                     f"{list(param.shape)}) is not in the model. Build it with model.parameters() of this model."
                 )
-    if has_stepped(optimizer):
-        raise OptimizerError(
-            f"{type(optimizer).__name__} already holds state for {len(optimizer.state)} parameters: it has stepped, or loaded "
-            "a checkpoint, before sharding. Call sw.shard() before the first step."
-        )
     check_elementwise(optimizer)
 
 
@@ -69,15 +64,16 @@ class Adopted:
         self._mark = mark
         self._group_of: dict[tuple[int, int], int] = {}  # group number by Unit and slot, also of frozen parameters
         self._pieces: set[int] = set()  # ids of the pieces that groups may hold
-        numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        places = {(unit.index, slot): numbers.get(id(p)) for unit in units for slot, p in enumerate(unit.params)}
-        self._group_of = {place: number for place, number in places.items() if number is not None}
-        states = dict(optimizer.state)
+        self.asleep: dict[tuple[int, int], dict[str, Any]] = {}
+        """States of frozen parameters, flat as this rank's Piece of them, by Unit and slot. They wake when their Unit thaws."""
+        places = {id(p): (unit.index, slot) for unit in units for slot, p in enumerate(unit.params)}
+        self._places = [[places[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+        self._group_of = {place: number for number, listed in enumerate(self._places) for place in listed}
+        states = {id(param): (param, state) for param, state in optimizer.state.items() if state}
         optimizer.state.clear()
+        for unit in units:
+            self._take_fresh_states(optimizer, unit, states)
         by_param = {id(p): unit.pieces_of(slot) for unit in units for slot, p in enumerate(unit.params)}
-        for param, state in states.items():
-            for piece in by_param.get(id(param), ()):
-                optimizer.state[piece.master] = fresh_state(param, state, piece.master)
         for group in optimizer.param_groups:
             group["params"] = [piece.master for param in group["params"] for piece in by_param[id(param)]]
         self._stream = take_over(optimizer)
@@ -98,6 +94,23 @@ class Adopted:
         if self._refuses_scalers:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
+    def _take_fresh_states(
+        self, optimizer: torch.optim.Optimizer, unit: Unit, states: dict[int, tuple[torch.Tensor, dict[str, Any]]]
+    ) -> None:
+        """Make this rank's states of a Unit from those that the optimizer was built with; their elements are all alike."""
+        masters = {update.slot: update.master for update in unit.pieces}
+        for piece in unit.span_pieces:
+            found = states.get(id(unit.params[piece.slot_index]))
+            if found is not None and unit.is_trainable:
+                master = masters[piece.slot_index]
+                optimizer.state[master] = fresh_state(*found, master)
+            elif found is not None:
+                one = fresh_state(*found, torch.empty(1, dtype=unit.dtypes.master, device=unit.blueprint.device))
+                self.asleep[unit.index, piece.slot_index] = {
+                    key: value.expand(piece.numel) if isinstance(value, torch.Tensor) and value.dim() else value
+                    for key, value in one.items()
+                }
+
     def _know(self, master: nn.Parameter) -> nn.Parameter:
         self._pieces.add(id(master))
         self._step.guard(master)
@@ -113,6 +126,23 @@ class Adopted:
             number = self._group_of.get((unit.index, piece.slot))
             if optimizer is not None and number is not None:
                 optimizer.param_groups[number]["params"].append(master)
+                state = self.asleep.pop((unit.index, piece.slot), None)
+                if state is not None:
+                    optimizer.state[master] = {
+                        key: value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }
+
+    def places(self, optimizer: torch.optim.Optimizer) -> list[list[tuple[int, int]]]:
+        """Unit and slot of every group's parameters, in the order in which the user's groups list them, frozen ones too."""
+        self._step.recover(optimizer)
+        self._take_new_groups(optimizer)
+        if len(optimizer.param_groups) != len(self._places):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} had {len(self._places)} groups, and has {len(optimizer.param_groups)} now: groups "
+                "were removed after sw.shard(). Set their learning rate to zero instead."
+            )
+        return self._places
 
     # -- groups -----------------------------------------------------------------------------------------------
 
@@ -132,6 +162,8 @@ class Adopted:
     def _take_new_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters that `add_param_group` added since the last step by their pieces."""
         for number, group in enumerate(optimizer.param_groups):
+            if number == len(self._places):
+                self._places.append([])
             if all(id(param) in self._pieces for param in group["params"]):
                 continue
             params: list[nn.Parameter] = []
@@ -158,6 +190,8 @@ class Adopted:
                         f"parameter {handle.unit.layout.slots[handle.slot].name!r} was given to {type(optimizer).__name__} after "
                         "sw.shard(); states that stream are laid out when the model is sharded. Give it to the optimizer before."
                     )
+                if place not in self._group_of:
+                    self._places[number].append(place)
                 self._group_of[place] = number
                 params += [self._know(piece.master) for piece in handle.unit.pieces_of(handle.slot)]
             group["params"] = params
@@ -191,8 +225,8 @@ class Adopted:
             if state.get("state"):
                 raise OptimizerError(
                     f"{type(optimizer).__name__}.load_state_dict: this state dict was not made by a sharded optimizer, so its "
-                    "states are those of whole parameters, not of this rank's pieces. They cannot be partitioned yet: start with "
-                    "fresh ones."
+                    "states are those of whole parameters, not of this rank's pieces. Load it before sw.shard(), which divides "
+                    "the states that it finds."
                 )
         elif found != self._mark:
             which = [key for key in self._mark if found.get(key) != self._mark[key]]
@@ -221,7 +255,8 @@ class _ZeroGrad:
 def _not_in_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__}: states that stream are not in the optimizer, so its state_dict() would be incomplete "
-        "and a loaded one ignored. Saving them is not built yet; run.full_state_dict() has the parameters."
+        "and a loaded one ignored. Use run.save() and run.load(), run.state_dict() and run.load_state_dict(), or "
+        "run.full_optimizer_state_dict() for plain torch; a plain state dict is loaded before sw.shard()."
     )
 
 

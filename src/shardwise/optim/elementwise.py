@@ -42,8 +42,8 @@ def clone_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Param
     # Of torch's optimizers only Adagrad does this, and its fresh states follow from its hyperparameters.
     for group, params in zip(optimizer.param_groups, groups, strict=True):
         for param in params:
-            if optimizer.state and not has_stepped(optimizer):
-                clone.state[param] = fresh_state(*next(iter(optimizer.state.items())), param)
+            if any(optimizer.state.values()) and not has_stepped(optimizer):
+                clone.state[param] = fresh_state(*next((p, state) for p, state in optimizer.state.items() if state), param)
             elif isinstance(optimizer, torch.optim.Adagrad):
                 sums = torch.full_like(param, group["initial_accumulator_value"])
                 clone.state[param] = {"step": torch.zeros(()), "sum": sums}
@@ -55,8 +55,11 @@ def clone_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Param
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has stepped. Some make states when they are built; those have a step count of zero."""
-    return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
+    """Whether the optimizer has stepped. Some make states when they are built; those have a step count of zero.
+
+    Reading the state of a parameter makes an empty one, which does not count.
+    """
+    return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values() if state)
 
 
 def fresh_state(param: torch.Tensor, state: dict[str, Any], new: torch.Tensor) -> dict[str, Any]:

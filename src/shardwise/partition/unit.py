@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.errors import FreedParameterError
 from shardwise.partition.blueprint import Blueprint, Span, UnitDtypes
 from shardwise.partition.freed import managed_classes
-from shardwise.partition.layout import Layout
+from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move
 from shardwise.partition.raw import DATA, GRAD, point_at, set_own_grad
 from shardwise.partition.update_piece import UpdatePiece
@@ -104,6 +104,11 @@ class Unit:
         return self.blueprint.span
 
     @property
+    def span_pieces(self) -> tuple[Piece, ...]:
+        """The Pieces in the span, of a frozen Unit too."""
+        return self.layout.all_pieces() if self.span.numel == self.layout.numel else self.layout.pieces(self.rank)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether it has masters and gradients."""
         return self.blueprint.is_trainable
@@ -149,7 +154,7 @@ class Unit:
             master = aligned_zeros(span.numel, dtype, device)
         # While masters are offloaded a piece has a shape but no values.
         whole = master if master.numel() else torch.full((), float("nan"), dtype=dtype, device=device).expand(span.numel)
-        pieces = self.layout.all_pieces() if span.numel == self.layout.numel else self.layout.pieces(self.rank)
+        pieces = self.span_pieces
         return master, tuple(UpdatePiece(p, nn.Parameter(whole[p.shard_start : p.shard_start + p.numel])) for p in pieces)
 
     def renumber(self, index: int) -> None:

@@ -131,6 +131,9 @@ class PlainTrainer:
             swap[id(param)] = nn.Parameter(param.detach().clone()) if rounds else param
             self.masters[name] = swap[id(param)]
         for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param in optimizer.state and swap[id(param)] is not param:  # it has stepped before
+                    optimizer.state[swap[id(param)]] = optimizer.state.pop(param)
             group["params"] = [swap[id(p)] for p in group["params"]]
         self._round()
 

@@ -1,0 +1,97 @@
+"""Gives an optimizer's states in the form that plain torch loads: whole, by the parameters' numbers in the user's groups.
+
+The reverse of `moving_in.py`. Long states are gathered Unit by Unit, so that only the rank that keeps them ever holds them all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.engine.survivors import LONG, MASTER, VALUE, Survivors
+from shardwise.partition import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.runtime import Runtime
+
+Kinds = dict[int, dict[str, torch.dtype]]
+"""Dtypes of long states, by Unit and name."""
+States = dict[tuple[int, int], dict[str, Any]]
+"""The states of a parameter, by Unit and slot."""
+
+
+def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `optimizer.state_dict()` of an optimizer that was never sharded would be, on the CPU of rank 0; empty on other ranks.
+
+    All ranks must call.
+    """
+    runtime.changes.store_written()  # here ranks meet under a limit of time
+    adopted = runtime.adoption.adopted
+    assert adopted is not None
+    places = adopted.places(optimizer)
+    kinds, states = _tell(runtime, survivors)
+    is_first = runtime.world.rank == 0
+    for unit in runtime.units:
+        for kind, dtype in kinds.get(unit.index, {}).items():
+            full = survivors.full_state(unit, kind, dtype)
+            for slot in _slots_with(unit, kind, states) if is_first else ():
+                states[unit.index, slot][kind] = _cut_out(unit, slot, full)
+    if not is_first:
+        return {}
+    numbers = {place: number for number, place in enumerate(place for listed in places for place in listed)}
+    groups = [
+        {**{key: on_cpu(value) for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in listed]}
+        for group, listed in zip(optimizer.param_groups, places, strict=True)
+    ]
+    is_native = runtime.offload.step is not None and runtime.offload.step.is_native
+    found = {}
+    for place, number in numbers.items():
+        if place in states:
+            found[number] = {kind: _counted(kind, value, is_native) for kind, value in states[place].items()}
+    return {"state": found, "param_groups": groups}
+
+
+def _tell(runtime: Runtime, survivors: Survivors) -> tuple[Kinds, States]:
+    """Exchange which long states there are, and the other ones themselves; the rank with a parameter's first element tells."""
+    mine_kinds: Kinds = {}
+    mine: States = {}
+    for unit in runtime.units:
+        kinds = {kind: dtype for kind, dtype in survivors.kinds(unit).items() if kind not in (MASTER, VALUE)}
+        if kinds:
+            mine_kinds[unit.index] = kinds
+        for piece, states in survivors.states(unit):
+            if unit.layout.slots[piece.slot_index].offset // unit.layout.shard_numel == unit.rank:
+                mine[unit.index, piece.slot_index] = {kind: on_cpu(value) for kind, value in states.items()}
+    everyone = runtime.world.gather_objects((mine_kinds, mine))
+    found: Kinds = {}
+    for theirs, _ in everyone:
+        for index, kinds in theirs.items():
+            found.setdefault(index, {}).update(kinds)
+    return found, {place: states for _, theirs in everyone for place, states in theirs.items()}
+
+
+def _slots_with(unit: Unit, kind: str, states: States) -> Iterator[int]:
+    for slot in range(len(unit.layout.slots)):
+        if states.get((unit.index, slot), {}).get(kind) is LONG:
+            yield slot
+
+
+def _cut_out(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:
+    """A parameter's part of a full vector: a copy with its shape, its strides, and its dtype if the state has that of masters."""
+    place = unit.layout.slots[slot]
+    dtype = unit.dtypes.original if full.dtype == unit.dtypes.master else full.dtype
+    found = torch.empty_strided(place.shape, place.stride, dtype=dtype, device="cpu")
+    return found.copy_(full.as_strided(place.shape, place.stride, full.storage_offset() + place.offset))
+
+
+def on_cpu(value: Any) -> Any:
+    """A copy that does not change with the run."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _counted(kind: str, value: Any, is_native: bool) -> Any:
+    """The native Adam counts in a number, torch's own in a tensor."""
+    return torch.tensor(float(value), dtype=torch.float32) if is_native and kind == "step" else value
