@@ -16,9 +16,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import Manifest, read_manifest
+from shardwise.checkpoint.header import CHUNK_BYTES
 from shardwise.checkpoint.manifest import SavedParam, SavedVector
 from shardwise.checkpoint.plain import decode, dumps, encode, loads
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Plan, Reader, Writer
+from shardwise.checkpoint.tensor_file import Plan, Reader, Writer
 from shardwise.errors import CheckpointError
 from shardwise.partition import make_layout
 from shardwise.tiers import aligned_memory

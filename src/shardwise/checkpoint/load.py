@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.header import CHUNK_BYTES, open_regular
 from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
 from shardwise.checkpoint.subject import Subject, restore_rng_states
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader, open_regular
+from shardwise.checkpoint.tensor_file import Reader
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
