@@ -1,7 +1,8 @@
 """What survives?
 
 Public names: `save`, `load`, `Loaded`, `Subject` (one checkpoint of a run), `Checkpoints` (a directory of them), `Manifest`,
-`make_manifest`, `read_manifest` (what is in it).
+`make_manifest`, `read_manifest` (what is in it), `load_into_run`, `load_into_plain`, `open_together` (weights from others),
+`export`, `export_checkpoint` (weights for others).
 
 Invariants: a checkpoint is a directory of safetensors files and a manifest, independent of world size, stage and placement; it is
 written by all ranks in parallel, without a central plan and without pickle, and appears by one rename, whole or not at all. It is
@@ -9,9 +10,29 @@ read and compared with its checksums before anything of a run is changed.
 """
 
 from shardwise.checkpoint.directory import Checkpoints
-from shardwise.checkpoint.load import Loaded, load, read_manifest
+from shardwise.checkpoint.export import export
+from shardwise.checkpoint.exported import float_dtype
+from shardwise.checkpoint.hub_files import MAX_FILE_BYTES
+from shardwise.checkpoint.load import Loaded, load
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.pretrained import load_into_plain, load_into_run, open_together
 from shardwise.checkpoint.save import make_manifest, save
+from shardwise.checkpoint.saved_files import read_manifest
 from shardwise.checkpoint.subject import Subject
 
-__all__ = ["Checkpoints", "Loaded", "Manifest", "Subject", "load", "make_manifest", "read_manifest", "save"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "Checkpoints",
+    "Loaded",
+    "Manifest",
+    "Subject",
+    "export",
+    "float_dtype",
+    "load",
+    "load_into_plain",
+    "load_into_run",
+    "make_manifest",
+    "open_together",
+    "read_manifest",
+    "save",
+]

@@ -27,7 +27,7 @@ from shardwise.errors import CheckpointError
 from shardwise.observe import format_bytes
 from shardwise.tiers.io import make_engine
 
-_SAVING = ".saving-"
+SAVING = ".saving-"
 """Between the name of a checkpoint and its save_id, while it is being written."""
 _LOCK = "lock"
 _YOUNG_S = 600.0  # a directory without a lock is taken for a leftover when it is older than this
@@ -43,7 +43,7 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
     runtime.changes.store_written()
     target = Path(os.path.abspath(path))
     save_id = subject.next_save_id()
-    place = target.parent / f".{target.name}{_SAVING}{save_id}"
+    place = target.parent / f".{target.name}{SAVING}{save_id}"
     others: dict[str, Any] = {}
     failure = f"the checkpoint {target} was not saved"
     with contextlib.ExitStack() as stack:
@@ -53,7 +53,7 @@ def save(subject: Subject, path: str | os.PathLike[str], extra: Mapping[str, Any
             if runtime.world.rank == 0:
                 told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
                 others.update(encode({**subject.others(), **told}, "what is to be saved", stored))
-                stack.enter_context(_claimed(target, place))
+                stack.enter_context(claimed(target, place))
             _write(subject, place, save_id, stored)
 
         try:
@@ -92,7 +92,7 @@ def _write(subject: Subject, place: Path, save_id: str, stored: Mapping[str, tor
             entries[entry_key(number, kind)] = (dtype, unit.layout.shard_numel)
     entries |= {key: (values.dtype, values.numel()) for key, values in vectors.items()}
     plan = Plan(entries, {"save_id": save_id, "rank": str(rank), "states": dumps(_small_states(subject))})
-    _require_room(place, plan.num_bytes * world_size)
+    require_room(place, plan.num_bytes * world_size)
     engine = make_engine()
     try:
         writer = Writer(place / data_file_name(rank, world_size), plan, engine)
@@ -137,7 +137,8 @@ def _small_states(subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _require_room(place: Path, num_bytes: int) -> None:
+def require_room(place: Path, num_bytes: int) -> None:
+    """Raise if the file system has less space free than a save will take."""
     found = os.statvfs(place)
     free = found.f_bavail * found.f_frsize
     if num_bytes > free:
@@ -165,6 +166,11 @@ def _commit(runtime: Runtime, target: Path, place: Path, save_id: str, others: M
         file.write(manifest.to_bytes())
         file.flush()
         os.fsync(file.fileno())
+    appear(place, target)
+
+
+def appear(place: Path, target: Path) -> None:
+    """Give a directory that is complete its name. All files in it are on the disk."""
     os.unlink(place / _LOCK)
     _sync_directory(place)
     if target.exists() or target.is_symlink():
@@ -184,7 +190,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(target: Path, place: Path) -> Iterator[None]:
+def claimed(target: Path, place: Path) -> Iterator[None]:
     """On rank 0: make the directory to write to, locked for as long as this save lasts."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already. Save to another path, or remove it first.")
@@ -200,7 +206,7 @@ def _claimed(target: Path, place: Path) -> Iterator[None]:
 
 def remove_leftovers(target: Path) -> None:
     """Remove what killed saves to the same path have left; raise if another run is saving there now."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}{_SAVING}*") if target.parent.is_dir() else ():
+    for left in target.parent.glob(f".{glob.escape(target.name)}{SAVING}*") if target.parent.is_dir() else ():
         try:
             lock = os.open(left / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # killed before it was locked, or about to be locked by another run

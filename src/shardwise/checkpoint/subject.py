@@ -12,11 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.matching import persistent_buffers
+from shardwise.comm import World
 from shardwise.engine import Runtime, Survivors
 from shardwise.errors import CheckpointError
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
+
+
+def together(world: World, attempt: Callable[[], None], what: str) -> None:
+    """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
+    outcome = world.try_together(attempt, OSError, CheckpointError)
+    if isinstance(outcome.problem, CheckpointError):
+        raise outcome.problem
+    if outcome.first is not None:
+        raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +50,7 @@ class Subject:
 
     def together(self, attempt: Callable[[], None], what: str) -> None:
         """Run `attempt` on every rank; if it fails on any, raise CheckpointError on all, with `what` came of it."""
-        outcome = self.runtime.world.try_together(attempt, OSError, CheckpointError)
-        if isinstance(outcome.problem, CheckpointError):
-            raise outcome.problem
-        if outcome.first is not None:
-            raise CheckpointError(f"{what}. Rank {outcome.first[0]}: {outcome.first[1]}") from outcome.problem
+        together(self.runtime.world, attempt, what)
 
     def others(self) -> dict[str, Any]:
         """State that is the same on every rank: counters, hyperparameters, loss scale, buffers, extra state of modules."""
@@ -61,10 +68,7 @@ class Subject:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that a state dict contains."""
-        persistent = self.model.state_dict(keep_vars=True)
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if name in persistent:
-                yield name, buffer
+        return persistent_buffers(self.model)
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.model.named_modules():
