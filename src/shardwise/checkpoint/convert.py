@@ -119,7 +119,8 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
     """Go through a vector from its begin to its end, and hand its values to the parameters that lie there."""
     params = files.manifest.params
     key = entry_key(number, files.value_kind(vector.names[0]))
-    waiting = sorted(zip(vector.offsets, vector.names, strict=True))
+    places = zip(vector.offsets, vector.names, strict=True)
+    waiting = sorted(pair for pair in places if math.prod(params[pair[1]].shape))  # an empty one has nothing to copy
     kept: torch.Tensor | None = None
     for rank in range(files.manifest.world_size):
         reader = files.reader(rank)
