@@ -301,6 +301,38 @@ def test_a_model_and_its_base_differ_by_a_prefix(tmp_path: Path) -> None:
     assert sw.load_pretrained(model, tmp_path / "old.safetensors") == ()
 
 
+class HeadFirst(nn.Module):
+    """The head comes first, but files have the table's name."""
+
+    _tied_weights_keys: Any = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 9, bias=False)
+        self.table = nn.Embedding(9, 4)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize(
+    ("tied", "kept"),
+    [(["head.weight"], "table.weight"), ({"head.weight": "table.weight"}, "table.weight"), (None, "head.weight")],
+)
+def test_a_tied_tensor_is_written_under_the_name_that_is_kept(tmp_path: Path, tied: Any, kept: str) -> None:
+    model = HeadFirst()
+    model._tied_weights_keys = tied
+    run = sw.shard(model, stage=3)
+    run.export(tmp_path / "tied")
+    expected = run.full_state_dict()
+    run.close()
+    found = load_file(tmp_path / "tied" / "model.safetensors")
+    assert list(found) == [kept] and torch.equal(found[kept], expected["head.weight"])
+    other = HeadFirst()
+    assert sw.load_pretrained(other, tmp_path / "tied") == () and torch.equal(other.head.weight, found[kept])
+    with sw.sharded_init(weights=tmp_path / "tied"):
+        built = HeadFirst()
+    assert torch.equal(sw.shard(built, stage=3).master("head.weight"), found[kept])
+
+
 def test_a_hugging_face_cache_leads_to_its_blobs(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshots" / "abc").mkdir(parents=True)
