@@ -164,7 +164,7 @@ def measure_export(checkpoint: Path, target: Path, original: Path) -> None:
 
 
 def largest_resident_kb(pid: int) -> int:
-    """The largest resident set of a process so far; what `wait4` returns would count this process too, before it became another."""
+    """The largest resident set of a process so far. What `wait4` returns would include that of the process that started it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
