@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from launching import run_program
 from shardwise.checkpoint import export_checkpoint
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.testing import RankPool
@@ -528,3 +530,17 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         run.export(tmp_path / "new", adapters_only=True)
     run.close()
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.slow
+def test_peak_memory_of_loading_and_of_an_export() -> None:
+    """A GPT-2 of the proportions of the 774M one, 2 ranks, in processes of their own; then an offline export of another."""
+    script = Path(__file__).parents[2] / "benchmarks" / "pretrained.py"
+    result = run_program(
+        [sys.executable, str(script), "--load", "12x512", "--export", "12x768"], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("within the bound: yes") == 4, result.stdout
+    assert "0 differ from what was loaded, the same names: yes" in result.stdout, result.stdout
+    peak = re.search(r"export: peak resident memory (\d+) MB", result.stdout)
+    assert peak is not None and int(peak[1]) < 500, result.stdout
