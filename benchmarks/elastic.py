@@ -1,4 +1,4 @@
-"""Three torchrun agents train with one rank each; one agent and its rank are killed; the other two go on from the last checkpoint.
+"""Three torchrun agents train with one rank each; one agent and its rank are killed; the others go on from the last checkpoint.
 
     python benchmarks/elastic.py [--steps 40]
 

@@ -82,11 +82,12 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init",
+        "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "load_pretrained", "shard",
+        "sharded_init",
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [
-        "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "full_optimizer_state_dict",
+        "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "export", "full_optimizer_state_dict",
         "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
         "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations",
         "num_skipped_steps",

@@ -1,9 +1,10 @@
 """shardwise trains PyTorch models that do not fit in memory: ZeRO stages 0 to 3 for the user's own model, optimizer and loop.
 
-Public names: `shard`, `sharded_init`, `Run`, `Checkpoints`, `Precision`, `LossScale`, `Offload`, `ShardwiseError`, `__version__`.
+Public names: `shard`, `sharded_init`, `load_pretrained`, `Run`, `Checkpoints`, `Precision`, `LossScale`, `Offload`,
+`ShardwiseError`, `__version__`.
 """
 
-from shardwise.api import shard, sharded_init
+from shardwise.api import load_pretrained, shard, sharded_init
 from shardwise.checkpoint import Checkpoints
 from shardwise.config import LossScale, Offload, Precision
 from shardwise.errors import ShardwiseError
@@ -11,4 +12,15 @@ from shardwise.run import Run
 
 __version__ = "0.1.0"
 
-__all__ = ["Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "shard", "sharded_init"]
+__all__ = [
+    "Checkpoints",
+    "LossScale",
+    "Offload",
+    "Precision",
+    "Run",
+    "ShardwiseError",
+    "__version__",
+    "load_pretrained",
+    "shard",
+    "sharded_init",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpoint import load_into_plain, open_together
 from shardwise.comm import World
 from shardwise.config import Offload, Precision, ShardConfig, UnitRule
 from shardwise.engine import assemble, constructing, was_built_on_disk
@@ -79,12 +81,42 @@ def shard(
 
 @contextlib.contextmanager
 def sharded_init(
-    *, mesh: DeviceMesh | None = None, device: torch.device | str = "cpu", offload: Offload | str | None = None
+    *,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str = "cpu",
+    offload: Offload | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Iterator[None]:
     """Build a model larger than memory: inside the context every submodule is partitioned as soon as it is complete.
 
     Use the same seed on every rank, and call `shard` afterwards. Parameters are bit-identical to plain construction. With
     `offload=Offload(params='disk')` shards are written to disk at once, so that the model may be larger than the host's memory.
+
+    With `weights`, a Hugging Face directory, a safetensors file or a checkpoint of `run.save`, the one model that is built inside
+    the context gets its parameters and buffers from there: its own initialisation is skipped, and every rank reads its shards
+    only. Names and shapes must fit, else CheckpointError is raised at the end of the context.
     """
-    with constructing(World.of(mesh, torch.device(device)), Offload.of(offload)):
-        yield
+    world = World.of(mesh, torch.device(device))
+    asked = Offload.of(offload)
+    if weights is None:
+        with constructing(world, asked):
+            yield
+        return
+    source = open_together(world, weights)
+    try:
+        with constructing(world, asked, source):
+            yield
+    finally:
+        source.close()
+
+
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> tuple[str, ...]:
+    """Load weights into `model`, sharded or not: a Hugging Face directory, a safetensors file, or a checkpoint of `run.save`.
+
+    Into a sharded model every rank reads the ranges of its own shards only, wherever they are kept, and all ranks must call;
+    optimizer states stay as they are. Values are rounded to each parameter's dtype. Names and shapes are compared first: if they
+    do not fit, CheckpointError lists the differences and nothing has changed. With `strict=False` names that only one side has
+    are left out and returned. For optimizer states and everything else of a checkpoint use `run.load`.
+    """
+    run = getattr(model, "_shardwise_run", None)
+    return load_into_plain(model, path, strict=strict) if run is None else run._load_pretrained(path, strict=strict)

@@ -148,6 +148,28 @@ class Run(Reading):
         with called_by_all("run.load_state_dict()"):
             checkpoint.load_state_dict(self._subject, state)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_file_bytes: int = checkpoint.MAX_FILE_BYTES,
+        adapters_only: bool = False,
+    ) -> None:
+        """Write parameters and buffers as a Hugging Face directory, which must not exist. All ranks must call.
+
+        It has `model.safetensors`, or several files of at most `max_file_bytes` and an index, and the configuration, if the model
+        has one; `from_pretrained` loads it. `dtype` is that of floating values (default: each parameter's own); values come from
+        the masters. A tied tensor is written once. For a peft model pass `adapters_only=True`: the active adapter is
+        written, for `peft.PeftModel.from_pretrained`. If a rank fails, all raise CheckpointError and nothing is left.
+        """
+        chosen = checkpoint.float_dtype(dtype)
+        checkpoint.export(self._subject, path, dtype=chosen, max_file_bytes=max_file_bytes, adapters_only=adapters_only)
+
+    def _load_pretrained(self, path: str | os.PathLike[str], *, strict: bool) -> tuple[str, ...]:
+        """For `shardwise.load_pretrained`."""
+        return checkpoint.load_into_run(self._subject, path, strict=strict)
+
     @property
     def rank(self) -> int:
         """This rank's number among those of the run."""

@@ -422,10 +422,11 @@ def half_read(directory: str, whose: int, transport: str) -> tuple[str, str, lis
     steps(run, model, optimizer, 0, 2)
     run.save(Path(directory) / "a")
 
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise DiskError(errno.EIO, "reading failed: Input/output error")
 
-    with Patched(load_module._Source, "_read", broken) if rank() == whose else contextlib.nullcontext():
+    # Verification reads through the readers themselves, the second pass through `parts`.
+    with Patched(load_module.SavedFiles, "parts", broken) if rank() == whose else contextlib.nullcontext():
         try:
             run.load(Path(directory) / "a")
             text = ""
@@ -445,6 +446,35 @@ def test_a_read_error_after_verification_is_raised_on_all_ranks(
     for text, _, _ in found:
         assert "Input/output error" in text and "loaded in part only: load a checkpoint again" in text, found
     assert [losses for *_, losses in found] == [losses[2:] for losses in expected]
+
+
+def new_states_unread(directory: str) -> tuple[str, bool]:
+    """A run without optimizer states meets a read error among those that it would get: nothing of it has changed."""
+    run, model, optimizer, _, _ = build("gpt", "adamw", stage=3)
+    steps(run, model, optimizer, 0, 2)
+    run.save(Path(directory) / "a")
+    run.close()
+    run, model, optimizer, _, _ = build("gpt", "adamw", seed=4, stage=3)
+    before = {name: values.clone() for name, values in run.iter_masters()}
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise DiskError(errno.EIO, "reading failed: Input/output error")
+
+    with Patched(load_module.SavedFiles, "parts", broken) if rank() == 1 else contextlib.nullcontext():
+        try:
+            run.load(Path(directory) / "a")
+            text = ""
+        except CheckpointError as error:
+            text = str(error)
+    is_same = all(torch.equal(before[name], values) for name, values in run.iter_masters()) and not optimizer.state
+    run.close()
+    return text, is_same
+
+
+def test_a_read_error_of_new_states_changes_nothing(pool: RankPool, tmp_path: Path) -> None:
+    for text, is_same in pool.run(new_states_unread, str(tmp_path)):
+        assert "Input/output error" in text and "nothing was changed" in text and "in part only" not in text
+        assert is_same
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import Manifest, read_manifest
+from shardwise.checkpoint.chunks import Chunks
+from shardwise.checkpoint.header import CHUNK_BYTES
 from shardwise.checkpoint.manifest import SavedParam, SavedVector
 from shardwise.checkpoint.plain import decode, dumps, encode, loads
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Plan, Reader
+from shardwise.checkpoint.tensor_file import Plan, Reader
 from shardwise.checkpoint.writer import InMemory, Writer
 from shardwise.errors import CheckpointError
 from shardwise.partition import make_layout
-from shardwise.tiers import aligned_memory
 from shardwise.tiers.io import make_engine
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -123,18 +124,18 @@ def test_any_reader_opens_the_file_and_every_range_can_be_read(tmp_path: Path) -
     write(path, vectors)
     with safe_open(path, "pt") as file:
         assert all(torch.equal(file.get_tensor(key), values) for key, values in vectors.items())
-    engine = make_engine()
-    reader = Reader(path, engine, aligned_memory(CHUNK_BYTES))
+    chunks = Chunks()
+    reader = Reader(path, chunks)
     for key, values in vectors.items():
         for _ in range(6):
             start = rng.randrange(values.numel() + 1)
             numel = rng.randrange(values.numel() - start + 1)
-            found = [part.clone() for _, part in reader.read(key, start, numel)]
+            found = [part.clone() for _, part in reader.read(key, start, numel, again=rng.random() < 0.5)]
             assert torch.equal(torch.cat([*found, values[:0]]), values[start : start + numel])
         with pytest.raises(CheckpointError, match="are needed"):
             list(reader.read(key, 0, values.numel() + 1))
     reader.close()
-    engine.close()
+    chunks.close()
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------

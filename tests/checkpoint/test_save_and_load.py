@@ -119,7 +119,7 @@ def test_training_goes_on_to_the_last_bit(pool: RankPool, tmp_path: Path, name: 
 
 
 def few_files(path: str, options: Options) -> Any:
-    with Patched(sys.modules["shardwise.checkpoint.load"], "_MOST_OPEN", 1):
+    with Patched(sys.modules["shardwise.checkpoint.saved_files"], "_MOST_OPEN", 1):
         return again(path, None, options)
 
 

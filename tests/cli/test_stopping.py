@@ -20,9 +20,8 @@ import torch
 import shardwise as sw
 from launching import finish, run_ranks, started_ranks, without_launcher
 from shardwise.checkpoint import read_manifest
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Reader
-from shardwise.tiers import aligned_memory
-from shardwise.tiers.io import make_engine
+from shardwise.checkpoint.chunks import Chunks
+from shardwise.checkpoint.tensor_file import Reader
 
 STEPS = 40
 JOB = ("train", "--size", "tiny", "--batch", "2", "--sequence", "32", "--steps", str(STEPS), "--clip", "1.0", "--plain-log")
@@ -36,13 +35,13 @@ def bits(directory: Path) -> tuple[Any, list[str]]:
     """The losses of the whole job, to the last bit, and the checksums of all values in its last checkpoint."""
     path = directory / f"step-{STEPS:08d}"
     manifest = read_manifest(path)
-    engine = make_engine()
+    chunks = Chunks()
     sums = []
     for rank in range(manifest.world_size):
-        reader = Reader(path / manifest.file_name(rank), engine, aligned_memory(CHUNK_BYTES))
+        reader = Reader(path / manifest.file_name(rank), chunks)
         sums.append(re.sub(r'"rng\.[^,}]*', "", reader.metadata["checksums"]))  # Python's generator is not seeded
         reader.close()
-    engine.close()
+    chunks.close()
     return manifest.others, sums
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.observe import format_bytes
 
 _SAVING = ".saving-"
 """Between the name of a checkpoint and its save_id, while it is being written."""
@@ -42,6 +43,34 @@ def claimed(target: Path, place: Path) -> Iterator[None]:
         yield
     finally:
         lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def require_room(place: Path, num_bytes: int) -> None:
+    """Raise if the file system has less space free than will be written."""
+    found = os.statvfs(place)
+    free = found.f_bavail * found.f_frsize
+    if num_bytes > free:
+        raise CheckpointError(
+            f"{place.parent} has {format_bytes(free)} free, {format_bytes(num_bytes)} are needed. Free space there, or use "
+            "another file system."
+        )
+
+
+def appear(place: Path, target: Path) -> None:
+    """Give a directory that is complete its name. All files in it are on the disk."""
+    _sync(place)
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} has appeared while it was written, and is left as it is. Use another path.")
+    os.rename(place, target)  # fails if a directory with files has the name meanwhile
+    _sync(target.parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
 

@@ -1,31 +1,30 @@
 """Reads a checkpoint into a run of any world size, stage and placement.
 
-First everything that this rank needs is read and compared with its checksums, and names, shapes and dtypes with the model's. Only
-if that succeeds on all ranks is anything changed.
+First names, shapes and dtypes are compared with the model's, and everything that will replace something of the run is read and
+compared with its checksums. Optimizer states that replace none are read once, to where nothing looks yet. Only if all that
+succeeds on all ranks is anything changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
-from shardwise.checkpoint.plain import DTYPES, decode, loads
-from shardwise.checkpoint.subject import Subject, require_same_path, restore_rng_states, try_together
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Progress, Reader, open_regular
-from shardwise.engine import LONG, MASTER, VALUE, Restoring
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, Segment, entry_key
+from shardwise.checkpoint.matching import listed
+from shardwise.checkpoint.plain import DTYPES, decode
+from shardwise.checkpoint.saved_files import SavedFiles
+from shardwise.checkpoint.subject import RNG_ENTRY, Subject, require_same_path, restore_rng_states, try_together
+from shardwise.checkpoint.tensor_file import Progress, Reader
+from shardwise.engine import LONG, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
-from shardwise.tiers import aligned_memory
-from shardwise.tiers.io import IoEngine, make_engine
 
-_SHOWN = 8  # differences that an error lists
-_MOST_OPEN = 64  # files at once
 _PARTLY = "The model is loaded in part only: load a checkpoint again before training goes on."
 
 
@@ -41,21 +40,6 @@ class Loaded:
     """Parameters that are only in the model or only in the checkpoint; empty unless `strict=False`."""
     restored_rng: bool
     """Whether random generators were restored: only if the number of ranks is the same."""
-
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read and check the manifest of the checkpoint at `path`."""
-    target = Path(os.path.abspath(path))
-    if not target.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {target}: it is not a directory.")
-    if not (target / FILE_NAME).exists():
-        raise CheckpointError(f"{target} has no {FILE_NAME}: it is not a checkpoint, or is incomplete.")
-    descriptor = open_regular(target / FILE_NAME)
-    with os.fdopen(descriptor, "rb") as file:
-        text = file.read(MAX_BYTES + 1)
-    if len(text) > MAX_BYTES:
-        raise CheckpointError(f"{target / FILE_NAME} has more than {MAX_BYTES} bytes: it is not a manifest.")
-    return Manifest.from_bytes(text, str(target / FILE_NAME))
 
 
 def load(
@@ -74,20 +58,29 @@ def load(
     runtime = subject.runtime
     runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     subject.finish_saving()
-    engine = make_engine()
-    source = _Source(Path(os.path.abspath(path)), subject, engine, progress)
+    source = _Source(Path(os.path.abspath(path)), subject, progress)
+    restoring = Restoring(runtime, subject.optimizer, source)
+
+    def prepare() -> str:
+        source.check(restoring, strict=strict)
+        if scheduler is not None and source.others["scheduler"] is None:
+            raise CheckpointError(f"{source.path} has no state of a scheduler: it was saved without scheduler=.")
+        if source.others["groups"] is not None:
+            restoring.read_new(source.states)
+        source.raise_failure()
+        return str(source.path)
+
     try:
-        failure = f"{source.path} was not loaded, and nothing was changed"
-        require_same_path(try_together(runtime.world, lambda: source.check(strict=strict), failure), "load")
+        paths = try_together(runtime.world, prepare, f"{source.path} was not loaded, and nothing was changed")
+        require_same_path(paths, "load")
+        source.begin_changes()
         others = source.others
-        Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
+        restoring(None if others["groups"] is None else source.states)
         try_together(runtime.world, source.raise_failure, f"{source.path}: {_PARTLY}")
         subject.restore(others)
         runtime.num_steps = runtime.transport.watch.step = source.manifest.num_steps
         runtime.gradients.clear()
         if scheduler is not None:
-            if others["scheduler"] is None:
-                raise CheckpointError(f"{source.path} has no state of a scheduler: it was saved without scheduler=.")
             scheduler.load_state_dict(others["scheduler"])
         is_same = source.manifest.world_size == runtime.world.shard.size
         if is_same:
@@ -95,60 +88,81 @@ def load(
         return Loaded(source.manifest.num_steps, others["extra"], source.left_out, is_same)
     finally:
         source.close()
-        engine.close()
 
 
 class _Source:
-    """The files of one checkpoint, opened as they are needed."""
+    """The files of one checkpoint, as a run reads them."""
 
-    def __init__(self, path: Path, subject: Subject, engine: IoEngine, progress: Progress | None = None) -> None:
+    def __init__(self, path: Path, subject: Subject, progress: Progress | None) -> None:
         self.path = path
-        self._progress = progress
-        self._moved_bytes = self._all_bytes = 0
         self._subject = subject
-        self._engine = engine
-        self._readers: dict[int, Reader] = {}
-        self._memory = aligned_memory(CHUNK_BYTES)
-        self._states: dict[int, dict[str, dict[str, Any]]] = {}
+        self._progress = progress
+        self._num_moved = self._num_bytes = 0
+        self._files: SavedFiles | None = None
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         self._failure: Exception | None = None
+        self._is_verified = False  # whether what is read now has been read and verified before
         self.left_out: tuple[str, ...] = ()
-        self.manifest: Manifest
         self.others: dict[str, Any]
         self.states: dict[str, dict[str, Any]] = {}
 
-    def check(self, *, strict: bool) -> str:
-        """Read the manifest, compare it with the model, and verify everything that this rank will read; return the path."""
-        self.manifest = read_manifest(self.path)
-        self.others = decode(dict(self.manifest.others), "the manifest", self._stored)
+    @property
+    def files(self) -> SavedFiles:
+        """The files, once `check` has opened them."""
+        assert self._files is not None
+        return self._files
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is in the checkpoint."""
+        return self.files.manifest
+
+    # -- before anything is changed ---------------------------------------------------------------------------
+
+    def check(self, restoring: Restoring, *, strict: bool) -> None:
+        """Compare the manifest with the model, and verify what will replace something of the run."""
+        self._files = SavedFiles(self.path)
+        self.others = decode(dict(self.manifest.others), "the manifest", self.files.stored)
         problem = Subject.malformed(self.others)
         if problem:
             raise CheckpointError(f"{self.path / FILE_NAME} contradicts itself: {problem}.")
-        problems = [*self._compare(strict=strict), *self._subject.problems(self.others)]
-        if problems:
-            more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            raise CheckpointError(
-                f"{self.path} does not fit the model; nothing was changed. {len(problems)} differences: "
-                f"{'; '.join(problems[:_SHOWN])}{more}. Load it into the model that was saved, or pass strict=False to leave out "
-                "what only one of them has."
-            )
-        units = self._subject.runtime.units
-        needed = [found for unit in units for piece in unit.span_pieces for found in self._needed(unit, piece)]
-        for rank, key, start, numel in needed:
-            for _, values in self._reader(rank).read(key, start, numel):
+        self._require_none([*self._compare(strict=strict), *self._subject.problems(self.others)])
+        wanted = [
+            (unit, piece, found) for unit in self._units for piece in unit.span_pieces for found in self._needed(unit, piece)
+        ]
+        self._require_none(self._compare_states())
+        new = {unit.index for unit in self._units if restoring.has_no_states(unit)}
+        replaced = []
+        for unit, piece, (segment, kind) in wanted:
+            is_state = kind != self.files.value_kind(unit.layout.slots[piece.slot_index].name)
+            num_bytes = segment.numel * self._reader(segment).entries[entry_key(segment.number, kind)].dtype.itemsize
+            self._num_bytes += num_bytes
+            if not (is_state and unit.index in new):
+                self._num_bytes += num_bytes  # it is verified first
+                replaced.append((segment, kind))
+        for segment, kind in replaced:
+            key = entry_key(segment.number, kind)
+            for _, values in self._reader(segment).read(key, segment.start, segment.numel, again=True):
                 self._advance(values)
+        rank = self._subject.runtime.world.shard.rank
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
-            for key in self._reader(self._subject.runtime.world.shard.rank).entries:
-                if key.startswith("rng."):
+            for key in self.files.reader(rank).entries:
+                if key.startswith(RNG_ENTRY):
                     self.own_entry(key)
-        return str(self.path)
+
+    @property
+    def _units(self) -> Sequence[Unit]:
+        return self._subject.runtime.units
+
+    def _require_none(self, problems: Sequence[str]) -> None:
+        if problems:
+            raise CheckpointError(
+                f"{self.path} does not fit the model; nothing was changed. {listed(problems)}. Load it into the model that was "
+                "saved, or pass strict=False to leave out what only one of them has."
+            )
 
     def _compare(self, *, strict: bool) -> Iterator[str]:
-        here = {
-            slot.name: (slot.shape, slot.stride, unit.dtypes.original)
-            for unit in self._subject.runtime.units
-            for slot in unit.layout.slots
-        }
+        here = {slot.name: (slot, unit.dtypes.original) for unit in self._units for slot in unit.layout.slots}
         only = sorted(here.keys() ^ self.manifest.params.keys())
         if strict:
             for name in only:
@@ -156,24 +170,35 @@ class _Source:
         else:
             self.left_out = tuple(only)
         for name in here.keys() & self.manifest.params.keys():
-            (shape, stride, dtype), saved = here[name], self.manifest.params[name]
-            if shape != saved.shape:
-                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(shape)} here"
-            elif stride != saved.stride:
-                yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(stride)} here"
+            (slot, dtype), saved = here[name], self.manifest.params[name]
+            if slot.shape != saved.shape:
+                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(slot.shape)} here"
+            elif slot.stride != saved.stride:
+                yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(slot.stride)} here"
             elif dtype != DTYPES[saved.dtype]:
                 yield f"parameter {name!r} has dtype {saved.dtype} there, {dtype} here"
 
-    def _needed(self, unit: Unit, piece: Piece) -> Iterator[tuple[int, str, int, int]]:
-        """(rank, key, first element, number of elements) of what will be read of a Piece."""
+    def _compare_states(self) -> list[str]:
+        """A streamed step has places for the states that its optimizer makes, and for no others."""
+        stream = self._subject.runtime.offload.step
+        if stream is None or self.others["groups"] is None:
+            return []
+        found = []
+        for name in (slot.name for unit in self._units if unit.is_trainable for slot in unit.layout.slots):
+            long = {kind for kind, value in self.states.get(name, {}).items() if value is LONG}
+            if long and long != stream.states.keys():
+                found.append(f"the optimizer has states {sorted(long)} of {name!r} there, {sorted(stream.states)} here")
+        return found
+
+    def _needed(self, unit: Unit, piece: Piece) -> Iterator[tuple[Segment, str]]:
+        """Where everything lies that will be read of a Piece, and of which kind it is."""
         name = unit.layout.slots[piece.slot_index].name
-        saved = self.manifest.params.get(name)
-        if saved is None:
+        if name not in self.manifest.params:
             return
         for segment in self.manifest.locate(name, piece.param_start, piece.numel):
-            reader = self._reader(segment.rank)
-            kinds = [MASTER if saved.is_trainable else VALUE]
-            states = self._states_in(segment.rank).get(name)
+            reader = self._reader(segment)
+            kinds = [self.files.value_kind(name)]
+            states = self.files.states_in(segment.rank).get(name)
             if states is not None:
                 self.states[name] = states
                 kinds += [kind for kind, value in states.items() if value is LONG]
@@ -182,96 +207,59 @@ class _Source:
                 if key not in reader.entries:
                     raise CheckpointError(f"{self.path / self.manifest.file_name(segment.rank)} has no entry {key!r}.")
                 self._dtypes[name, kind] = reader.entries[key].dtype
-                self._all_bytes += 2 * segment.numel * reader.entries[key].dtype.itemsize  # verified, then stored
-                yield segment.rank, key, segment.start, segment.numel
+                yield segment, kind
+
+    def _reader(self, segment: Segment) -> Reader:
+        return self.files.reader(segment.rank)
 
     def _advance(self, values: torch.Tensor) -> None:
-        self._moved_bytes += values.numel() * values.element_size()
+        self._num_moved += values.numel() * values.element_size()
         if self._progress is not None:
-            self._progress(self._moved_bytes, self._all_bytes)
+            self._progress(self._num_moved, self._num_bytes)
+
+    # -- read by Restoring ------------------------------------------------------------------------------------
+
+    def begin_changes(self) -> None:
+        """From now on only what was verified is read, and it goes into the run."""
+        self._is_verified = True
+
+    def has(self, unit: Unit, piece: Piece) -> bool:
+        """Whether the checkpoint has the parameter of a Piece."""
+        return unit.layout.slots[piece.slot_index].name in self.manifest.params
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype.
 
         After a failure nothing more is read: the other ranks wait in fences, so the failure is raised where all meet.
         """
-        if self._failure is None:
-            try:
-                self._read(unit, piece, kind, out)
-            except (OSError, CheckpointError) as error:
-                self._failure = error
+        if self._failure is not None or not self.has(unit, piece):
+            return
+        name, start = unit.layout.slots[piece.slot_index].name, piece.param_start
+        try:
+            kind = kind or self.files.value_kind(name)
+            for at, values in self.files.parts(name, kind, start, piece.numel, again=self._is_verified):
+                out[at - start : at - start + values.numel()].copy_(values)
+                self._advance(values)
+        except (OSError, CheckpointError) as error:
+            self._failure = error
 
     def raise_failure(self) -> None:
         """Raise what went wrong in `read`."""
-        if self._failure is not None:
+        if self._failure is not None and self._is_verified:
             raise CheckpointError(f"{self._failure} {_PARTLY}") from self._failure
-
-    def _read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        name = unit.layout.slots[piece.slot_index].name
-        saved = self.manifest.params.get(name)
-        if saved is None:
-            return
-        if kind is None:
-            kind = MASTER if saved.is_trainable else VALUE
-        for segment in self.manifest.locate(name, piece.param_start, piece.numel):
-            key = entry_key(segment.number, kind)
-            for start, values in self._reader(segment.rank).read(key, segment.start, segment.numel):
-                at = segment.at + start - segment.start
-                out[at : at + values.numel()].copy_(values)
-                self._advance(values)
+        if self._failure is not None:
+            raise self._failure
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""
-        name = unit.layout.slots[piece.slot_index].name
-        return self._dtypes[name, kind]
-
-    def _states_in(self, rank: int) -> Mapping[str, dict[str, Any]]:
-        """Optimizer states that a rank's file names, by parameter; LONG stands for a long one."""
-        self._reader(rank)
-        return self._states[rank]
-
-    def _reader(self, rank: int) -> Reader:
-        if rank not in self._readers:
-            path = self.path / self.manifest.file_name(rank)
-            while len(self._readers) >= _MOST_OPEN:
-                self._readers.pop(next(iter(self._readers))).close()
-            reader = self._readers[rank] = Reader(path, self._engine, self._memory)
-            if reader.metadata.get("save_id") != self.manifest.save_id or reader.metadata.get("rank") != str(rank):
-                raise CheckpointError(f"{path} belongs to another checkpoint than the manifest beside it.")
-            self._states[rank] = _parse_states(reader.metadata.get("states", ""), str(path))
-        return self._readers[rank]
-
-    def _stored(self, key: str) -> torch.Tensor:
-        """A tensor of the user's or a buffer, from rank 0's file."""
-        reader = self._reader(0)
-        if not key.startswith("extra.") or key not in reader.entries:
-            raise CheckpointError(f"{self.path} has no entry {key!r}.")
-        return _whole(reader, key)
+        return self._dtypes[unit.layout.slots[piece.slot_index].name, kind]
 
     def own_entry(self, key: str) -> torch.Tensor | None:
         """An entry of the file of this rank's number, or None."""
-        reader = self._reader(self._subject.runtime.world.shard.rank)
-        return _whole(reader, key) if key in reader.entries else None
+        rank = self._subject.runtime.world.shard.rank
+        return self.files.whole(rank, key) if key in self.files.reader(rank).entries else None
 
     def close(self) -> None:
         """Close all files."""
-        for reader in self._readers.values():
-            reader.close()
-
-
-def _whole(reader: Reader, key: str) -> torch.Tensor:
-    entry = reader.entries[key]
-    found = torch.empty(entry.numel, dtype=entry.dtype)
-    for start, values in reader.read(key, 0, entry.numel):
-        found[start : start + values.numel()] = values
-    return found
-
-
-def _parse_states(text: str, path: str) -> dict[str, dict[str, Any]]:
-    fields = loads(text.encode(), f"the optimizer states named by {path}")
-    try:
-        return {
-            name: {kind: decode(value[0], path) if value else LONG for kind, *value in pairs} for name, pairs in fields.items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} names optimizer states that cannot be understood ({error}).") from None
+        if self._files is not None:
+            self._files.close()

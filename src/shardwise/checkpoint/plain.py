@@ -115,8 +115,8 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=True)
 
 
-def loads(text: bytes, what: str) -> Any:
-    """Parse JSON text strictly: no duplicate keys, no NaN, no floats, no deep nesting."""
+def loads(text: bytes, what: str, *, allows_floats: bool = False) -> Any:
+    """Parse JSON text strictly: no duplicate keys, no NaN, no floats unless `allows_floats`, no deep nesting."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -127,7 +127,8 @@ def loads(text: bytes, what: str) -> Any:
     def refuse(token: str) -> Any:
         raise ValueError(f"the number {token} is not allowed")
 
+    parse_float = float if allows_floats else refuse
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=refuse, parse_float=refuse)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=refuse, parse_float=parse_float)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid: {str(error) or 'it is nested too deep'}.") from None

@@ -156,6 +156,10 @@ class _Ranges:
                 "needed."
             )
 
+    def has(self, unit: Unit, piece: Piece) -> bool:
+        """Always: another model's dict was refused."""
+        return True
+
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         """Copy the elements of a Piece into `out`."""
         name = _name(unit, piece)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.claim import claimed, place_of
+from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
 from shardwise.checkpoint.subject import Subject, rng_states, try_together
@@ -29,7 +29,6 @@ from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
 from shardwise.engine import LONG, OnDisk, Runtime, Unsaved
 from shardwise.errors import CheckpointError
-from shardwise.observe import format_bytes
 from shardwise.partition import Layout
 from shardwise.ticket import Done, Ticket
 from shardwise.tiers.io import make_engine
@@ -207,7 +206,7 @@ class _Save:
             raise self._place.problem
         if not place.is_dir():
             raise self._not_shared(f"rank {self._rank} does not see the directory that rank 0 has made")
-        _require_room(place, self._plan.num_bytes * self._world_size)
+        require_room(place, self._plan.num_bytes * self._world_size)
         num_bytes_all = sum(entry.num_bytes for entry in self._plan.entries.values())
         num_done = 0
 
@@ -261,13 +260,7 @@ class _Save:
             file.write(self._manifest.to_bytes())
             file.flush()
             os.fsync(file.fileno())
-        _sync_directory(place)
-        if target.exists() or target.is_symlink():
-            raise CheckpointError(
-                f"{target} has appeared while this checkpoint was written, and is left as it is. Save to another path."
-            )
-        os.rename(place, target)  # fails if a directory with files has the name meanwhile
-        _sync_directory(target.parent)
+        appear(place, target)
 
     def _not_shared(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -299,21 +292,3 @@ def _small_states(subject: Subject) -> dict[str, Any]:
             what = f"an optimizer state of {name!r}"
             found[name] = [[kind] if value is LONG else [kind, encode(value, what)] for kind, value in states.items()]
     return found
-
-
-def _require_room(place: Path, num_bytes: int) -> None:
-    found = os.statvfs(place)
-    free = found.f_bavail * found.f_frsize
-    if num_bytes > free:
-        raise CheckpointError(
-            f"{place.parent} has {format_bytes(free)} free, the checkpoint needs {format_bytes(num_bytes)}. Free space there, or "
-            "save to another file system."
-        )
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shardwise.checkpoint.matching import persistent_buffers
 from shardwise.comm import World
 from shardwise.engine import Runtime, Survivors
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.ticket import Ticket
 
 RNG_ENTRY = "rng."
@@ -72,10 +73,7 @@ class Subject:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that a state dict contains."""
-        persistent = self.model.state_dict(keep_vars=True)
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if name in persistent:
-                yield name, buffer
+        return persistent_buffers(self.model)
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.model.named_modules():
@@ -145,7 +143,7 @@ def try_together(world: World, attempt: Callable[[], _Result], what: str) -> Seq
     if outcome.first is None:
         return outcome.results
     rank, text = outcome.first
-    if isinstance(outcome.problem, CheckpointError) and str(outcome.problem) == text:
+    if isinstance(outcome.problem, (CheckpointError, ConfigError)) and str(outcome.problem) == text:
         raise outcome.problem
     raise CheckpointError(f"{what}. Rank {rank}: {text}") from outcome.problem
 

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.checkpoint.tensor_file import CHUNK_BYTES, Entry, Plan
+from shardwise.checkpoint.header import CHUNK_BYTES, Entry
+from shardwise.checkpoint.tensor_file import Plan
 from shardwise.engine import OnDisk
 from shardwise.errors import CheckpointError
 from shardwise.observe import pause

@@ -2,6 +2,8 @@
 
     shardwise train      train a byte-level GPT on text, over ranks that the command starts itself
     shardwise probe      measure this machine and keep the result for the library
+    shardwise inspect    show what is inside a checkpoint, whether it is intact, in what two of them differ
+    shardwise export     write a checkpoint's parameters as a Hugging Face directory
 
 Public names: `main` (the console script), `app` (the commands).
 

@@ -13,8 +13,10 @@ from typing import Annotated
 
 import typer
 
+from shardwise.checkpoint import MAX_FILE_BYTES
 from shardwise.cli.job import SHAPES, Job
 from shardwise.cli.probe import run_probe
+from shardwise.cli.tools import run_export, run_inspect
 from shardwise.cli.train import train
 from shardwise.config import TIERS, TRANSPORTS
 from shardwise.errors import ShardwiseError
@@ -103,6 +105,38 @@ def probe_command(
     """Measure this machine: copies, disk, matrix products, links; the result is kept for the library."""
     with _errors_in_one_line("probe"):
         run_probe(path or Path(tempfile.gettempdir()), links=links)
+
+
+@app.command("inspect")
+def inspect_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of run.save().")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")] = False,
+    diff: Annotated[
+        Path | None, typer.Option(help="Another checkpoint: show in what they differ, and exit with 1 if they do.")
+    ] = None,
+) -> None:
+    """Show what is inside a checkpoint, whether it is intact, or in what it differs from another one."""
+    with _errors_in_one_line("inspect"):
+        if not run_inspect(checkpoint, verifies=verify, other=diff):
+            raise typer.Exit(1)
+
+
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of run.save().")],
+    directory: Annotated[Path, typer.Argument(help="The Hugging Face directory to write; it must not exist.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of floating values: float32, bfloat16, float16 or float64.", show_default="each parameter's"),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json to copy, or a directory with one; from_pretrained needs it.")
+    ] = None,
+    max_file_bytes: Annotated[int, typer.Option(help="Bytes of tensors per file.")] = MAX_FILE_BYTES,
+) -> None:
+    """Write a checkpoint's parameters as a Hugging Face directory: one process, no model, little memory."""
+    with _errors_in_one_line("export"):
+        run_export(checkpoint, directory, dtype=dtype, config=config, max_file_bytes=max_file_bytes)
 
 
 @contextlib.contextmanager

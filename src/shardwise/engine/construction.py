@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 
 from shardwise.comm import Transport, World, make_transport
 from shardwise.config import Offload
+from shardwise.engine.filling import Filling, SkipInitialisation, Source
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
 from shardwise.engine.window import ROOM_BYTES, Window
@@ -52,8 +53,10 @@ class Construction:
 
     allows_optimizer = True
 
-    def __init__(self, world: World, offload: Offload) -> None:
+    def __init__(self, world: World, offload: Offload, filling: Filling | None = None) -> None:
+        """`filling`: where values will come from; the model's own initialisation is lost then."""
         self.world = world
+        self._filling = filling
         self.transport: Transport = make_transport("auto", world, (), _EXCHANGE_BYTES, _TIMEOUT_S)[0]
         self.ledger = Ledger()
         self.digests: weakref.WeakKeyDictionary[Unit, list[int]] = weakref.WeakKeyDictionary()
@@ -81,6 +84,8 @@ class Construction:
         """Registration hook: a parameter of `module` is to be partitioned once the module is complete."""
         if param is None:
             return
+        if self._filling is not None:
+            self._filling.holds(module)
         before = module._parameters.get(name)
         if before is not None and before.is_meta:  # weights are loaded into a model on the meta device
             for other in _alive(self._loaded):
@@ -91,6 +96,8 @@ class Construction:
 
     def on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """Registration hook: a module is complete when its parent registers it, so partition it."""
+        if self._filling is not None:
+            self._filling.registered(parent, module)
         for part in () if module is None else module.modules():
             if part._parameters and id(part) not in self._loaded:
                 self.partition(part)
@@ -132,17 +139,20 @@ class Construction:
         unit = Unit(blueprint, module, [p for _, p in distinct], self, self.ledger, memory)
         if self._disk is not None:
             self._shelves[unit] = DiskShelf(self._disk, Kind.PARAM, dtype, {_ONLY: layout.shard_numel}, self.ledger, self._mover)
-        values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
-        with self._on_device(unit, keeps_changes=True, is_new=True):
-            for slot, value in enumerate(values):
-                store(unit, slot, value)
-        self.digests[unit] = [checksum(value) for value in values]
+        if self._filling is None:
+            values = [flat_values(p, slot.stride) for p, slot in zip(unit.params, layout.slots, strict=True)]
+            with self.on_device(unit, keeps_changes=True, is_new=True):
+                for slot, value in enumerate(values):
+                    store(unit, slot, value)
+            self.digests[unit] = [checksum(value) for value in values]
+            del values
+        else:
+            self.digests[unit] = [0] * len(distinct)
         unit.adopt(keeps_unit=True)
-        del values
         self._heap.freed(unit.full_bytes)
 
     @contextlib.contextmanager
-    def _on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
+    def on_device(self, unit: Unit, *, keeps_changes: bool, is_new: bool = False) -> Iterator[None]:
         """Have a Unit's shard in memory inside the context: borrowed from its shelf if it is on disk."""
         shelf = self._shelves.get(unit)
         if shelf is None:
@@ -160,13 +170,13 @@ class Construction:
 
     def gather(self, unit: Unit) -> None:
         """Make a Unit's parameters usable."""
-        with self._on_device(unit, keeps_changes=False):
+        with self.on_device(unit, keeps_changes=False):
             self.transport.gather(unit.index, unit.shard, unit.begin_gather()).wait()
         unit.expose()
 
     def _write_back(self, unit: Unit) -> None:
         copy_assigned(unit)
-        with self._on_device(unit, keeps_changes=True):
+        with self.on_device(unit, keeps_changes=True):
             write_back(unit)
         self.digests[unit] = [checksum(unit.full[slot.offset : slot.end]) for slot in unit.layout.slots]
         unit.free()
@@ -179,8 +189,8 @@ class Construction:
             buffers.drop_free()
         self.transport.close()  # the disk file is kept for other models of this construction, and closed with the last
 
-    def finish(self) -> None:
-        """Partition modules that no parent has registered (the model itself), and end the construction."""
+    def finish(self, *, completed: bool) -> None:
+        """Partition modules that no parent has registered (the model itself), fill them if `completed`, end the construction."""
         for module in _alive(self._waiting):
             self.partition(module)
         self._window.close()
@@ -193,6 +203,9 @@ class Construction:
                     "Write through the parameter itself, such as param.copy_(...) under torch.no_grad()."
                 )
         self._scratch = None
+        if self._filling is not None and completed:
+            self._filling.fill(self)
+        self._filling = None
         for unit in list(self.digests):
             if not _is_used(unit):
                 unit.params.clear()  # ends the reference cycle of a Unit and its parameters, which tying has replaced
@@ -222,13 +235,15 @@ class Construction:
     def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
         """Initialise a parameter again: every rank makes the whole value and keeps its slice, so that nothing is gathered."""
         unit, place = handle.unit, handle.unit.layout.slots[handle.slot]
+        if self._filling is not None and self._is_open:
+            return True
         unit.discard_kept()
         if not self._is_open or unit.keeps_memory:  # user code holds a view, which must show the new values
             return False
         value = self._scratch_for(unit, place)
         write(value)
         flat = flat_values(value, place.stride)
-        with self._on_device(unit, keeps_changes=True):
+        with self.on_device(unit, keeps_changes=True):
             store(unit, handle.slot, flat)
         self.digests[unit][handle.slot] = checksum(flat)
         unit.changed([handle.slot])
@@ -276,7 +291,7 @@ class Construction:
         if self._read is None or self._read[0] is not unit:
             self._read = None  # free the last vector before the next one is allocated
             full = torch.empty(unit.layout.numel, dtype=unit.dtypes.stored, device=unit.blueprint.device)
-            with self._on_device(unit, keeps_changes=False):
+            with self.on_device(unit, keeps_changes=False):
                 self.transport.gather(unit.index, unit.shard, full).wait()
             self._read = (unit, full)
         place = unit.layout.slots[slot]
@@ -317,16 +332,19 @@ def was_built_on_disk(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def constructing(world: World, offload: Offload) -> Iterator[Construction]:
-    """Partition every module that is built inside the context."""
-    construction = Construction(world, offload)
+def constructing(world: World, offload: Offload, source: Source | None = None) -> Iterator[Construction]:
+    """Partition every module that is built inside the context; at its end fill the model from `source`, if there is one."""
+    construction = Construction(world, offload, None if source is None else Filling(source))
     handles = [
         register_module_parameter_registration_hook(construction.on_parameter),
         register_module_module_registration_hook(construction.on_module),
     ]
+    completed = False
     try:
-        yield construction
+        with contextlib.nullcontext() if source is None else SkipInitialisation():
+            yield construction
+        completed = True
     finally:
         for handle in handles:
             handle.remove()
-        construction.finish()
+        construction.finish(completed=completed)

@@ -108,6 +108,10 @@ class MovingIn:
 
     # -- read by Restoring ------------------------------------------------------------------------------------
 
+    def has(self, unit: Unit, piece: Piece) -> bool:
+        """Whether the optimizer has brought states of the parameter of a Piece."""
+        return unit.layout.slots[piece.slot_index].name in self.states
+
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         """Copy the elements of a Piece of a long state into `out`."""
         assert kind is not None, "values do not move in: the parameters have them"

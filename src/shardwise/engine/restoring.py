@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardwise.engine.survivors import LONG
+from shardwise.engine.survivors import LONG, Survivors
 from shardwise.partition import Piece, Unit, publish_master
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 class Saved(Protocol):
     """Where saved values are read from."""
+
+    def has(self, unit: Unit, piece: Piece) -> bool:
+        """Whether the parameter of a Piece was saved."""
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
         """Read the elements of a Piece into `out`: of its value (kind None) or of a long optimizer state.
@@ -32,6 +35,10 @@ class Saved(Protocol):
         """The dtype in which a long optimizer state was saved."""
 
 
+States = Mapping[str, Mapping[str, Any]]
+"""The optimizer states of each parameter that was updated, in order, LONG for long ones."""
+
+
 class Restoring:
     """Restores one run from what was saved."""
 
@@ -39,11 +46,11 @@ class Restoring:
         self._runtime = runtime
         self._optimizer = optimizer
         self._saved = saved
+        self._survivors = Survivors(runtime, optimizer)
+        self._new: dict[int, list[dict[str, Any] | None]] = {}  # by Unit: states that were read before anything changed
 
-    def __call__(self, states: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Restore everything. `states`: the optimizer states of each parameter that was updated, in order, LONG for long ones; if
-        it is None, optimizer states stay as they are.
-        """
+    def __call__(self, states: States | None) -> None:
+        """Restore everything; if `states` is None, optimizer states stay as they are."""
         runtime = self._runtime
         if runtime.in_backward:
             runtime.start_afresh()
@@ -69,17 +76,40 @@ class Restoring:
         return unit.layout.all_pieces() if is_full else unit.layout.pieces(unit.rank)
 
     def _restore_values(self, unit: Unit) -> None:
-        with self._runtime.offload.on_device(unit, keeps_changes=True):
+        pieces = self.pieces(unit)
+        is_new = all(self._saved.has(unit, piece) for piece in pieces)  # nothing has to be fetched first
+        with self._runtime.offload.on_device(unit, keeps_changes=True, is_new=is_new):
             target = unit.master if unit.is_trainable else unit.shard
-            for piece in self.pieces(unit):
+            for piece in pieces:
                 self._saved.read(unit, piece, None, target[piece.shard_start : piece.shard_start + piece.numel])
             if unit.is_trainable:
                 publish_master(unit)
 
-    def restore_states(self, unit: Unit, states: Mapping[str, Mapping[str, Any]]) -> None:
+    # -- optimizer states -------------------------------------------------------------------------------------
+
+    def has_no_states(self, unit: Unit) -> bool:
+        """Whether a trainable Unit has no optimizer states yet, so that reading some replaces nothing."""
+        return unit.is_trainable and self._optimizer is not None and not any(True for _ in self._survivors.states(unit))
+
+    def read_new(self, states: States) -> None:
+        """Read the states of Units that have none, where nothing looks before `__call__` makes them theirs."""
+        for unit in self._runtime.units:
+            if self.has_no_states(unit):
+                self._new[unit.index] = self._read_states(unit, states)
+
+    def restore_states(self, unit: Unit, states: States) -> None:
         """Restore the optimizer states of one Unit; those of parameters that have none in `states` are dropped."""
-        for number, update in enumerate(unit.pieces):
-            self._restore_states(unit, number, states.get(unit.layout.slots[update.slot].name))
+        stream = self._runtime.offload.step
+        if unit.is_trainable and self._optimizer is not None:
+            if stream is None and unit.index not in self._new:
+                for update in unit.pieces:
+                    self._optimizer.state.pop(update.master, None)  # their memory is needed for the new ones
+            found = self._new.pop(unit.index, None) or self._read_states(unit, states)
+            for number, (update, state) in enumerate(zip(unit.pieces, found, strict=True)):
+                if stream is not None:
+                    stream.restore(unit, number, state)
+                elif state is not None:
+                    self._optimizer.state[update.master] = state
         asleep = self._runtime.adoption.asleep
         for piece in () if unit.is_trainable or self._optimizer is None else unit.span_pieces:
             saved = states.get(unit.layout.slots[piece.slot_index].name)
@@ -87,19 +117,22 @@ class Restoring:
             if saved is not None:
                 asleep[unit.index, piece.slot_index] = self._read_state(unit, piece, saved)
 
-    def _restore_states(self, unit: Unit, number: int, saved: Mapping[str, Any] | None) -> None:
+    def _read_states(self, unit: Unit, states: States) -> list[dict[str, Any] | None]:
+        """The states of each Piece that is updated, or None. If they stream: the small ones; long ones go to their places."""
         stream = self._runtime.offload.step
-        update = unit.pieces[number]
-        if stream is not None:
-            small = {} if saved is None else {kind: self._counted(kind, v) for kind, v in saved.items() if v is not LONG}
-            for kind in () if saved is None else (kind for kind, value in saved.items() if value is LONG):
-                with stream.on_device(unit, kind, keeps_changes=True) as vector:
-                    self._saved.read(unit, update.bounds, kind, vector[update.range])
-            stream.restore(unit, number, None if saved is None else small)
-        elif self._optimizer is not None:
-            self._optimizer.state.pop(update.master, None)
-            if saved is not None:
-                self._optimizer.state[update.master] = self._read_state(unit, update.bounds, saved)
+        named = [(update, states.get(unit.layout.slots[update.slot].name)) for update in unit.pieces]
+        if stream is None:
+            return [None if saved is None else self._read_state(unit, update.bounds, saved) for update, saved in named]
+        for kind in stream.states:
+            updates = [update for update, saved in named if saved is not None and saved.get(kind) is LONG]
+            if updates:
+                with stream.on_device(unit, kind, keeps_changes=True, is_new=len(updates) == len(named)) as vector:
+                    for update in updates:
+                        self._saved.read(unit, update.bounds, kind, vector[update.range])
+        return [
+            None if saved is None else {kind: self._counted(kind, value) for kind, value in saved.items() if value is not LONG}
+            for _, saved in named
+        ]
 
     def _read_state(self, unit: Unit, piece: Piece, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a Piece in memory of its own."""

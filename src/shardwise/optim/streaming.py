@@ -288,13 +288,13 @@ class StreamedStep:
         return next((region.moments.get(name) for region in self._regions if unit.index in region.lengths), None)
 
     @contextlib.contextmanager
-    def on_device(self, unit: Unit, name: str, *, keeps_changes: bool = False) -> Iterator[torch.Tensor]:
-        """Borrow a long state of a Unit, as long as its span: fetched to the device if it is on a shelf."""
+    def on_device(self, unit: Unit, name: str, *, keeps_changes: bool = False, is_new: bool = False) -> Iterator[torch.Tensor]:
+        """Borrow a long state of a Unit, as long as its span: fetched to the device if it is on a shelf, or zeros if `is_new`."""
         shelf = self.shelf_of(unit, name)
         if shelf is None:
             yield self.kept(unit, name)
             return
-        with shelf.borrowed(unit.index, keeps_changes=keeps_changes) as vector:
+        with shelf.borrowed(unit.index, keeps_changes=keeps_changes, is_new=is_new) as vector:
             yield vector
 
     def kept(self, unit: Unit, name: str) -> torch.Tensor:

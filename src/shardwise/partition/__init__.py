@@ -1,12 +1,12 @@
 """Who owns which bytes?
 
-Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride` (offset arithmetic); `find_units`, `join_small`,
-`list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`,
-`needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece` (Units with memory);
-`store`, `write_back`, `copy_assigned`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy values into and out of
-Units); `UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`, `METADATA`, `COLLECTIVES`,
-`name_of` (classes of parameters); `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those
-classes).
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride`, `row_major`, `same_order` (offset arithmetic);
+`find_units`, `join_small`, `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`,
+`UnitDtypes`, `Span`, `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece`
+(Units with memory); `store`, `write_back`, `copy_assigned`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy
+values into and out of Units); `UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`,
+`METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite` (classes of parameters, and operations on them); `own_grad`, `set_own_grad`,
+`GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
 
 Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays the same
 object, with the same shape and name, whether its Unit is gathered or freed.
@@ -14,9 +14,9 @@ object, with the same shape and name, whether its Unit is gathered or freed.
 
 from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master
 from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter
-from shardwise.partition.layout import Layout, Piece, Slot, make_layout, storage_stride
+from shardwise.partition.layout import Layout, Piece, Slot, make_layout, row_major, same_order, storage_stride
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
-from shardwise.partition.operations import COLLECTIVES, METADATA, name_of
+from shardwise.partition.operations import COLLECTIVES, METADATA, is_overwrite, name_of
 from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
 from shardwise.partition.unit import Unit
 from shardwise.partition.units import ParamInfo, UnitSpec, find_units, join_small, list_params
@@ -58,6 +58,7 @@ __all__ = [
     "fill_buckets",
     "find_units",
     "flat_values",
+    "is_overwrite",
     "join_small",
     "list_params",
     "make_layout",
@@ -66,6 +67,8 @@ __all__ = [
     "own_grad",
     "publish_master",
     "publish_part",
+    "row_major",
+    "same_order",
     "set_own_grad",
     "storage_stride",
     "store",

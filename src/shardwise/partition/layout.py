@@ -146,12 +146,22 @@ def storage_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ..
         expected *= extent
     else:
         return tuple(stride)
+    return row_major(shape)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     dense: list[int] = []
     step = 1
     for extent in reversed(shape):
         dense.append(step)
         step *= max(extent, 1)
     return tuple(reversed(dense))
+
+
+def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two strides put the elements of a shape in the same order."""
+    return all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent > 1) or 0 in shape
 
 
 def _round_up(value: int, multiple: int) -> int:
