@@ -46,19 +46,23 @@ def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.op
             for slot in _slots_with(unit, kind, states) if is_first else ():
                 states[unit.index, slot][kind] = _cut_out(unit, slot, full)
             del full  # before the next one is gathered
-    if not is_first:
-        return {}
+    return _packed(runtime, optimizer, places, states) if is_first else {}
+
+
+def _packed(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, places: list[list[tuple[int, int]]], states: States
+) -> dict[str, Any]:
+    """The state dict: states by number, and groups with the numbers of their parameters."""
     numbers = {place: number for number, place in enumerate(place for listed in places for place in listed)}
     groups = [
         {**{key: on_cpu(value) for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in listed]}
         for group, listed in zip(optimizer.param_groups, places, strict=True)
     ]
-    for unit in runtime.units:
-        for slot in range(len(unit.layout.slots)):
-            state = states.get((unit.index, slot), {})
-            for kind, value in state.items():
-                if isinstance(value, _Alike):
-                    state[kind] = _cut_out(unit, slot, value.element.expand(unit.layout.numel))
+    for (index, slot), state in states.items():
+        unit = runtime.units[index]
+        for kind, value in state.items():
+            if isinstance(value, _Alike):
+                state[kind] = _cut_out(unit, slot, value.element.expand(unit.layout.numel))
     is_native = runtime.offload.step is not None and runtime.offload.step.is_native
     found = {}
     for place, number in numbers.items():
