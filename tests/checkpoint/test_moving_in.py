@@ -348,6 +348,54 @@ def test_a_frozen_parameter_keeps_its_states_until_it_is_unfrozen(pool: RankPool
         assert pool.run(frozen_and_back, str(tmp_path), stage, kind) == [[], []], stage
 
 
+class Eager(torch.optim.SGD):
+    """Makes its states when it is built, as some optimizers do: one long one, all elements alike, and a count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"step": torch.tensor(0.0), "total": torch.full_like(param, 0.5)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                self.state[param]["step"] += 1
+                self.state[param]["total"] += param.grad
+                param.sub_(self.state[param]["total"], alpha=group["lr"])
+
+
+def eager(options: Options) -> list[str]:
+    """Some parameters are frozen, some never used: their states are as they were made."""
+    both = []
+    for _ in range(2):
+        torch.default_generator.manual_seed(0)
+        model = CASES["branchy"].build()
+        model.first.requires_grad_(False)
+        both.append((model, Eager(model.parameters())))
+    (model, opt), (plain, plain_opt) = both
+    inputs = torch.ones(2, 11)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(inputs, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = sharded(model, opt, **options)
+    wrong = differences(run.full_optimizer_state_dict(), plain_opt.state_dict() if dist.get_rank() == 0 else {}, "moved in")
+    step(model, opt)
+    step(plain, plain_opt)
+    wrong += differences(run.full_optimizer_state_dict(), plain_opt.state_dict() if dist.get_rank() == 0 else {}, "after a step")
+    run.close()
+    return wrong
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3}, {"stage": 3, "offload": DISK}])
+def test_states_that_an_optimizer_was_built_with_come_out_too(pool: RankPool, options: Options) -> None:
+    assert pool.run(eager, options) == [[], []]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

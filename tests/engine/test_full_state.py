@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ def test_only_what_is_trained(pool: RankPool, stage: int) -> None:
         assert re.search("parameter 'base.(weight|bias)' requires grad on some ranks only", text)
 
 
-CALLS = {
+CALLS: dict[str, Callable[[Any], Any]] = {
     "full_state_dict": lambda run: run.full_state_dict(),
     "full_optimizer_state_dict": lambda run: run.full_optimizer_state_dict(),
     "state_dict": lambda run: run.state_dict(),
@@ -98,7 +100,11 @@ def alone(transport: str, call: str, told: Path) -> str:
 
 @pytest.mark.parametrize(
     ("transport", "call"),
-    [*((name, "full_state_dict") for name in ("shared", "pairwise", "combined")), *(("shared", call) for call in [*CALLS][1:])],
+    [
+        *(pytest.param("shared", call, marks=pytest.mark.slow) for call in ("full_optimizer_state_dict", "state_dict")),
+        *((name, "full_state_dict") for name in ("shared", "pairwise", "combined")),
+        *(("shared", call) for call in ("load", "load_state_dict")),
+    ],
 )
 def test_a_rank_that_asks_alone_is_told_whom_it_waited_for(transport: str, call: str, tmp_path: Path) -> None:
     with RankPool(4 if transport == "combined" else 2) as ranks:  # its connections are lost

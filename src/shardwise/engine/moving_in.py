@@ -103,8 +103,7 @@ class MovingIn:
 
     def clear(self) -> None:
         """Take the whole states out of the optimizer."""
-        if self.states:
-            self._optimizer.state.clear()
+        self._optimizer.state.clear()
 
     # -- read by Restoring ------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class MovingIn:
 def moving_in(
     optimizer: torch.optim.Optimizer | None, infos: Sequence[ParamInfo], world: World, *, streams: bool
 ) -> MovingIn | None:
-    """Check the states that an optimizer brings, on all ranks together; None without an optimizer. All ranks must call."""
+    """Check the states that an optimizer brings, on all ranks together; None if it brings none. All ranks must call."""
     found: list[MovingIn] = []
 
     def check() -> list[Brief] | None:
@@ -146,7 +145,7 @@ def moving_in(
     for rank, other in enumerate(outcome.results):
         if other != first:
             raise RanksDifferError(_difference(first, rank, other))
-    return found[0] if found else None
+    return found[0] if found and found[0].states else None
 
 
 def _difference(first: list[Brief] | None, rank: int, other: list[Brief] | None) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shardwise.engine.survivors import LONG, MASTER, VALUE, Survivors
-from shardwise.partition import Unit
+from shardwise.partition import Piece, Unit
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -21,6 +21,12 @@ Kinds = dict[int, dict[str, torch.dtype]]
 """Dtypes of long states, by Unit and name."""
 States = dict[tuple[int, int], dict[str, Any]]
 """The states of a parameter, by Unit and slot."""
+
+
+class _Alike(NamedTuple):
+    """A long state that was never updated: one element stands for all."""
+
+    element: torch.Tensor
 
 
 def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -39,13 +45,24 @@ def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.op
             full = survivors.full_state(unit, kind, dtype)
             for slot in _slots_with(unit, kind, states) if is_first else ():
                 states[unit.index, slot][kind] = _cut_out(unit, slot, full)
-    if not is_first:
-        return {}
+            del full  # before the next one is gathered
+    return _packed(runtime, optimizer, places, states) if is_first else {}
+
+
+def _packed(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, places: list[list[tuple[int, int]]], states: States
+) -> dict[str, Any]:
+    """The state dict: states by number, and groups with the numbers of their parameters."""
     numbers = {place: number for number, place in enumerate(place for listed in places for place in listed)}
     groups = [
         {**{key: on_cpu(value) for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in listed]}
         for group, listed in zip(optimizer.param_groups, places, strict=True)
     ]
+    for (index, slot), state in states.items():
+        unit = runtime.units[index]
+        for kind, value in state.items():
+            if isinstance(value, _Alike):
+                state[kind] = _cut_out(unit, slot, value.element.expand(unit.layout.numel))
     is_native = runtime.offload.step is not None and runtime.offload.step.is_native
     found = {}
     for place, number in numbers.items():
@@ -62,7 +79,7 @@ def _tell(runtime: Runtime, survivors: Survivors) -> tuple[Kinds, States]:
         kinds = {kind: dtype for kind, dtype in survivors.kinds(unit).items() if kind not in (MASTER, VALUE)}
         if kinds:
             mine_kinds[unit.index] = kinds
-        for piece, states in survivors.states(unit):
+        for piece, states in (*survivors.states(unit), *_fresh_states(runtime, survivors, unit)):
             if unit.layout.slots[piece.slot_index].offset // unit.layout.shard_numel == unit.rank:
                 mine[unit.index, piece.slot_index] = {kind: on_cpu(value) for kind, value in states.items()}
     everyone = runtime.world.gather_objects((mine_kinds, mine))
@@ -84,7 +101,13 @@ def _cut_out(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:
     place = unit.layout.slots[slot]
     dtype = unit.dtypes.original if full.dtype == unit.dtypes.master else full.dtype
     found = torch.empty_strided(place.shape, place.stride, dtype=dtype, device="cpu")
-    return found.copy_(full.as_strided(place.shape, place.stride, full.storage_offset() + place.offset))
+    found.as_strided((place.numel,), (1,)).copy_(full[place.offset : place.end])
+    return found
+
+
+def _fresh_states(runtime: Runtime, survivors: Survivors, unit: Unit) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    for piece, states in survivors.fresh_states(unit):
+        yield piece, {kind: _Alike(value) if kind in runtime.offload.states else value for kind, value in states.items()}
 
 
 def on_cpu(value: Any) -> Any:

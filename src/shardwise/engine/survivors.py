@@ -137,6 +137,14 @@ class Survivors:
             if small is not None:
                 yield update.bounds, {**small, **dict.fromkeys(stream.states, LONG)}
 
+    def fresh_states(self, unit: Unit) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """States that the optimizer was built with, of Pieces that a streamed step has not updated: one element of long ones."""
+        stream = self._runtime.offload.step
+        for number, update in enumerate(() if stream is None else unit.pieces):
+            found = stream.fresh_states(unit, number) if stream is not None else None
+            if found is not None:
+                yield update.bounds, found
+
     def counters(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter, name, value) of other optimizer states, such as step counts, of parameters with a Piece on this rank."""
         for unit in self._runtime.units:

@@ -268,6 +268,11 @@ class StreamedStep:
         """
         return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
 
+    def fresh_states(self, unit: Unit, number: int) -> dict[str, Any] | None:
+        """The states of a piece before its first update, if the optimizer was built with states: one element of long ones."""
+        template = self._templates.get(id(unit.pieces[number].master))
+        return None if template is None or self.small_states(unit, number) is not None else template[1]
+
     def restore(self, unit: Unit, number: int, small: dict[str, Any] | None) -> None:
         """Set the small states of a piece, or (None) make it one that was never updated; long ones are written by `on_device`."""
         for portions in self._portions:
