@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "elastic.py"
-RENDEZVOUS = "join_timeout=60,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3"
+RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=5"
 """torchrun waits 30 s for latecomers, and 15 s for signs of life, unless told otherwise."""
 
 
@@ -77,12 +77,12 @@ def main() -> int:
         directory = Path(name)
         agents = [start_agent(number, port, directory, asked.steps) for number in range(3)]
         try:
-            wait_for(r"step 10  ranks 3 ", directory, 60)
+            wait_for(r"step 10  ranks 3 ", directory, 120)
             victims = (agents[2].pid, child_of(agents[2].pid))
             killed = time.time()
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
-            codes = [agent.wait(100) for agent in agents[:2]]
+            codes = [agent.wait(200) for agent in agents[:2]]
         finally:
             end(agents)
         text = shown(directory)
