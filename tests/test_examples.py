@@ -12,6 +12,7 @@ import pytest
 from launching import run_program, run_ranks, without_launcher
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BENCHMARKS = EXAMPLES.parent / "benchmarks"
 PLACE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 LAUNCHER = ("-m", "torch.distributed.run", *PLACE)
 
@@ -39,7 +40,7 @@ def test_the_readmes_quickstart(tmp_path: Path, launch: Callable[[Sequence[str],
 
 
 def test_every_example_is_tested() -> None:
-    tested = {"bigger_than_memory.py", "plain_loop.py", "save_and_resume.py", "sharded_init.py", "selfcheck.py"}
+    tested = {"bigger_than_memory.py", "elastic.py", "plain_loop.py", "save_and_resume.py", "sharded_init.py", "selfcheck.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -61,6 +62,22 @@ def test_sharded_init() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_save_and_resume(ranks: int) -> None:
     assert run_example("save_and_resume.py", ranks).count("resumed after step 4; the same losses: True") == ranks
+
+
+def test_elastic_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    kept = ("--checkpoints", str(tmp_path))
+    assert "2 ranks begin after step 0" in run_example("elastic.py", 2, *kept, "--steps", "3")
+    shown = run_example("elastic.py", 1, *kept, "--steps", "5")
+    assert "1 ranks begin after step 3" in shown and re.findall(r"step (\d)  ranks (\d)", shown) == [("4", "1"), ("5", "1")]
+
+
+@pytest.mark.slow
+def test_elastic_loses_an_agent_and_goes_on() -> None:
+    """Three torchrun agents; one is killed with its rank, the others meet again and finish the curve."""
+    done = run_program([sys.executable, str(BENCHMARKS / "elastic.py"), "--steps", "20"], env=without_launcher(), timeout_s=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"step  20  2 ranks", done.stdout)
+    assert len(re.findall(r"rank \d failed \S+ s after the kill", done.stdout)) == 2
 
 
 def test_selfcheck() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, Patched, build, rank
-from launching import Forked, without_launcher
+from launching import Forked, run_program, without_launcher
 from shardwise.checkpoint import claim
 from shardwise.checkpoint.claim import claimed, place_of, remove_leftovers
 from shardwise.errors import CheckpointError, DiskError
@@ -498,3 +498,15 @@ def test_progress_ends_with_all_bytes(pool: RankPool, tmp_path: Path) -> None:
         assert len(read) > 3 and read[-1][0] == read[-1][1] > 0
         for told in (written, read):
             assert [done for done, _ in told] == sorted(done for done, _ in told) and len({total for _, total in told}) == 1
+
+
+# -- killed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_again_and_again_goes_on_to_the_last_bit() -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "kill_trials.py"
+    done = run_program([sys.executable, str(script), "--trials", "25", "--seed", "7"], env=without_launcher())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mismatches: 0" in done.stdout and "problems: 0" in done.stdout and "25 of 25 trials" in done.stdout
+    assert "killed during a save: " in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from launching import run_program, run_ranks, without_launcher
 from shardwise.checkpoint import read_manifest
 from shardwise.cli import app
 from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
-from shardwise.cli.display import loss_verdict
+from shardwise.cli.display import display, loss_verdict
 from shardwise.cli.job import Job
 from shardwise.cli.train import lr_factor, work
 from shardwise.errors import ConfigError
@@ -294,6 +295,28 @@ def test_verdict_is_honest() -> None:
     assert "did NOT fall" in loss_verdict([1.0] * 8)
     assert "did NOT fall" in loss_verdict([5.0, 4.0, 3.0, float("nan")])
     assert "too few" in loss_verdict([5.0])
+
+
+def test_bars_of_steps_and_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with display(5, False, is_shown=True) as show:
+        show.step(2, 1.25, 1000.0, 10**6)
+        for _ in range(2):  # two saves share a bar
+            progress = show.moving("saving")
+            assert progress is not None
+            progress(3_000_000, 12_000_000)
+            show._bar.refresh()  # type: ignore[attr-defined]
+            progress(12_000_000, 12_000_000)
+        assert len(show._bar.tasks) == 2  # type: ignore[attr-defined]
+    text = shown.getvalue()
+    assert re.search(r"step .*2/5", text) and "loss 1.250" in text
+    assert re.search(r"saving .*3\.0/12\.0 MB", text), text
+    with display(5, False, is_shown=False) as show:
+        assert show.moving("saving") is None
 
 
 @pytest.mark.parametrize("steps", [2, 9, 60, 5000])

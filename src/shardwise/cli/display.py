@@ -88,12 +88,16 @@ class _Bars(Show):
     def __init__(self, bar: rich.progress.Progress, steps: int) -> None:
         self._bar = bar
         self._steps = bar.add_task("", total=steps, what="step")
+        self._moves: dict[str, rich.progress.TaskID] = {}
 
     def step(self, done: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
         self._bar.update(self._steps, completed=done, description=_figures(loss, tokens_per_s, memory_bytes))
 
     def moving(self, what: str) -> Progress:
-        task = self._bar.add_task("", total=None, what=what)
+        if what not in self._moves:
+            self._moves[what] = self._bar.add_task("", total=None, visible=False, what=what)
+        task = self._moves[what]
+        self._bar.reset(task, visible=False)
 
         def progress(done: int, total: int) -> None:
             self._bar.update(task, completed=done, total=total, visible=done < total)
