@@ -118,7 +118,7 @@ def write(path: Path, vectors: dict[str, torch.Tensor]) -> None:
 
 def test_any_reader_opens_the_file_and_every_range_can_be_read(tmp_path: Path) -> None:
     rng = random.Random(2)
-    sizes = [0, 1, 1000, 1024, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, CHUNK_BYTES]
+    sizes = [0, 1, 1000, 1024, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, CHUNK_BYTES, 3 * CHUNK_BYTES]
     vectors = {f"v{n}": torch.randn(size).to(rng.choice((torch.float32, torch.bfloat16))) for n, size in enumerate(sizes)}
     path = tmp_path / "file.safetensors"
     write(path, vectors)

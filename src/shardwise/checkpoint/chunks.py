@@ -41,6 +41,7 @@ class Chunks:
     def start(self, key: Key, file: File, place: int, num_bytes: int, *, is_direct: bool) -> bool:
         """Start to read a chunk, unless it is held already; return whether it was not."""
         if key in self._held:
+            self._held.move_to_end(key)
             return False
         if not self._free:
             _, oldest = self._held.popitem(last=False)
@@ -55,7 +56,6 @@ class Chunks:
 
     def get(self, key: Key, num_bytes: int) -> torch.Tensor:
         """The bytes of a chunk that was started, valid until others are asked for."""
-        self._held.move_to_end(key)
         chunk = self._held[key]
         try:
             chunk.ticket.wait()
