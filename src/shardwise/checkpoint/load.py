@@ -139,10 +139,9 @@ class _Source:
             self._num_bytes += num_bytes
             if not (is_state and unit.index in new):
                 self._num_bytes += num_bytes  # it is verified first
-                replaced.append((segment, kind))
-        for segment, kind in replaced:
-            key = entry_key(segment.number, kind)
-            for _, values in self._reader(segment).read(key, segment.start, segment.numel, again=True):
+                replaced.append((segment.rank, entry_key(segment.number, kind), segment.start, segment.numel))
+        for segment_rank, key, start, numel in sorted(replaced):  # as they lie in the files
+            for _, values in self.files.reader(segment_rank).read(key, start, numel, again=True):
                 self._advance(values)
         rank = self._subject.runtime.world.shard.rank
         if self.manifest.world_size == self._subject.runtime.world.shard.size:

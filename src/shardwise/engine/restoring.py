@@ -7,7 +7,7 @@ between two fences.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -111,18 +111,20 @@ class Restoring:
                 elif state is not None:
                     self._optimizer.state[update.master] = state
         asleep = self._runtime.adoption.asleep
-        for piece in () if unit.is_trainable or self._optimizer is None else unit.span_pieces:
-            saved = states.get(unit.layout.slots[piece.slot_index].name)
-            asleep.pop((unit.index, piece.slot_index), None)
-            if saved is not None:
-                asleep[unit.index, piece.slot_index] = self._read_state(unit, piece, saved)
+        if not unit.is_trainable and self._optimizer is not None:
+            slots = unit.layout.slots
+            wanted = [(piece, states.get(slots[piece.slot_index].name)) for piece in unit.span_pieces]
+            for (piece, _), state in zip(wanted, self._read_all(unit, wanted), strict=True):
+                asleep.pop((unit.index, piece.slot_index), None)
+                if state is not None:
+                    asleep[unit.index, piece.slot_index] = state
 
     def _read_states(self, unit: Unit, states: States) -> list[dict[str, Any] | None]:
         """The states of each Piece that is updated, or None. If they stream: the small ones; long ones go to their places."""
         stream = self._runtime.offload.step
         named = [(update, states.get(unit.layout.slots[update.slot].name)) for update in unit.pieces]
         if stream is None:
-            return [None if saved is None else self._read_state(unit, update.bounds, saved) for update, saved in named]
+            return self._read_all(unit, [(update.bounds, saved) for update, saved in named])
         for kind in stream.states:
             updates = [update for update, saved in named if saved is not None and saved.get(kind) is LONG]
             if updates:
@@ -134,17 +136,19 @@ class Restoring:
             for _, saved in named
         ]
 
-    def _read_state(self, unit: Unit, piece: Piece, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a Piece in memory of its own."""
-        state: dict[str, Any] = {}
-        for kind, value in saved.items():
-            if value is LONG:
-                dtype = self._saved.dtype_of(unit, piece, kind)
-                state[kind] = torch.zeros(piece.numel, dtype=dtype, device=unit.blueprint.device)
-                self._saved.read(unit, piece, kind, state[kind])
-            else:
-                state[kind] = copy.deepcopy(self._counted(kind, value))
-        return state
+    def _read_all(self, unit: Unit, wanted: Sequence[tuple[Piece, Mapping[str, Any] | None]]) -> list[dict[str, Any] | None]:
+        """The states of Pieces in memory of their own: one kind after the other, as a file has them."""
+        found: list[dict[str, Any] | None] = []
+        for _, saved in wanted:
+            state = None if saved is None else {kind: copy.deepcopy(self._counted(kind, value)) for kind, value in saved.items()}
+            found.append(state)
+        for kind in dict.fromkeys(kind for _, saved in wanted for kind, value in (saved or {}).items() if value is LONG):
+            for (piece, saved), state in zip(wanted, found, strict=True):
+                if state is not None and saved is not None and saved.get(kind) is LONG:
+                    dtype = self._saved.dtype_of(unit, piece, kind)
+                    state[kind] = torch.empty(piece.numel, dtype=dtype, device=unit.blueprint.device)
+                    self._saved.read(unit, piece, kind, state[kind])
+        return found
 
     def _counted(self, kind: str, value: Any) -> Any:
         """A step count as this run keeps it: the native Adam counts in a number, torch's own in a tensor."""

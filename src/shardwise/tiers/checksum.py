@@ -1,6 +1,6 @@
 """One checksum for everything: ranges on disk, values that ranks compare, memory that user code may have written.
 
-The bytes are padded with zeros to blocks of 512 words of 64 bits. Both 32-bit halves of every word are multiplied by fixed 64-bit
+The bytes are padded with zeros to blocks of 512 words of 64 bits. Both 32-bit halves of every word are multiplied by fixed 32-bit
 weights of their own and added up, so that no bit of a word is lost in the sum; each block's sum is mixed with the block's number,
 and the mixed sums are added and mixed with the length. All arithmetic wraps around. The native form and the one in torch give the
 same values, on any device.
@@ -24,13 +24,13 @@ _FACTOR = 0xD6E8FEB86659FD93
 
 @functools.cache
 def _weights() -> torch.Tensor:
-    """Odd 64-bit numbers from splitmix64: for the low halves of a block's words, then for the high halves."""
+    """Odd 32-bit numbers from splitmix64: for the low halves of a block's words, then for the high halves."""
     found, state = [], 0
     for _ in range(2 * _WORDS):
         state = (state + _STEP) & _ALL
         word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _ALL
-        found.append(_signed((word ^ (word >> 31)) | 1))
+        found.append(((word ^ (word >> 31)) & _HALF) | 1)
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
