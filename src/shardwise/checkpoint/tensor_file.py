@@ -7,6 +7,7 @@ the end. Anybody's safetensors reader opens the file. Reading checks the header 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from shardwise.checkpoint.chunks import NUM_AHEAD, Chunks
 from shardwise.checkpoint.header import CHUNK_BYTES, Entry, damaged, framed, header_text, open_regular, read_header
 from shardwise.checkpoint.plain import dumps, loads
+from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
 from shardwise.ticket import Ticket
 from shardwise.tiers import ALIGNMENT, aligned_memory, checksum
@@ -24,6 +26,7 @@ from shardwise.tiers.io import File, IoEngine
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has moved so far, and with all that it will move."""
 _NUM_BUFFERS = 4  # chunks that are written at once
+_VALUES = (f".{MASTER}", f".{VALUE}")  # how the keys of entries with parameters' values end
 _PADDING = "padding."  # prefix of entries without meaning: the format allows no gaps
 
 
@@ -98,9 +101,12 @@ class Reader:
         self._chunks = chunks
         self._file = File(open_regular(path), str(path))
         self._direct: File | None = None
+        self._next: dict[str, str] = {}  # which entry is usually read after an entry
         self._verified: set[tuple[str, int]] = set()  # chunks that are held and were compared with their checksums
         try:
             self._data_start, self.metadata, self.entries, self._sums = self._read_header()
+            for is_value in (True, False):
+                self._next |= itertools.pairwise(key for key in self.entries if key.endswith(_VALUES) == is_value)
             with contextlib.suppress(OSError):  # a file system without O_DIRECT
                 self._direct = File(
                     os.open(f"/proc/self/fd/{self._file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), str(path)
@@ -142,13 +148,8 @@ class Reader:
                 yield low, memory.view(entry.dtype)[low - first : high - first]
 
     def _chunk(self, key: str, entry: Entry, number: int, *, again: bool) -> torch.Tensor:
-        place = self._data_start + entry.start
-        file = self._file if again or self._direct is None or place % ALIGNMENT else self._direct
-        for ahead in range(number, min(number + 1 + NUM_AHEAD, entry.num_chunks)):
-            at = ahead * CHUNK_BYTES
-            length = min(CHUNK_BYTES, entry.num_bytes - at)
-            if self._chunks.start((self, key, ahead), file, place + at, length, is_direct=file is self._direct):
-                self._verified.discard((key, ahead))
+        for ahead, at in itertools.islice(self._from(key, number), 1 + NUM_AHEAD):
+            self._start(ahead, at, again=again)
         at = number * CHUNK_BYTES
         memory = self._chunks.get((self, key, number), min(CHUNK_BYTES, entry.num_bytes - at))
         if (key, number) not in self._verified:
@@ -156,6 +157,21 @@ class Reader:
                 raise self._damaged(f"bytes {at} to {at + len(memory)} of entry {key!r} do not have the checksum that was saved")
             self._verified.add((key, number))
         return memory
+
+    def _from(self, key: str | None, number: int) -> Iterator[tuple[str, int]]:
+        """The chunks from one on in the order in which they are usually read: values of all vectors, or their states."""
+        while key is not None:
+            for at in range(number, self.entries[key].num_chunks):
+                yield key, at
+            key, number = self._next.get(key), 0
+
+    def _start(self, key: str, number: int, *, again: bool) -> None:
+        entry, at = self.entries[key], number * CHUNK_BYTES
+        place = self._data_start + entry.start + at
+        file = self._file if again or self._direct is None or place % ALIGNMENT else self._direct
+        length = min(CHUNK_BYTES, entry.num_bytes - at)
+        if self._chunks.start((self, key, number), file, place, length, is_direct=file is self._direct):
+            self._verified.discard((key, number))
 
     def verify(self, key: str, start: int, numel: int) -> None:
         """Read a range and compare it with its checksums."""
