@@ -59,6 +59,33 @@ def _conv_loss(model: nn.Module, number: int) -> torch.Tensor:
     return model(torch.randn(3, 3, 6, 6, generator=g), torch.randint(0, 5, (3,), generator=g))
 
 
+class _LowRank(nn.Module):
+    """A frozen linear layer beside a trained product of two thin matrices, as LoRA has them."""
+
+    def __init__(self, width: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, width) / 5)
+        self.up = nn.Parameter(torch.randn(width, rank) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return out
+
+
+class Adapted(nn.Module):
+    """Blocks with adapters: frozen and trained parameters in every one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_LowRank(24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
 CASES = {
     "gpt": Case(_gpt, _gpt_loss),
     "paged": Case(_paged_gpt, _gpt_loss),
@@ -66,6 +93,7 @@ CASES = {
     "mlp": Case(UnevenMLP, lambda m, k: m(torch.randn(4, 13, generator=generator(k)))),
     "conv": Case(ConvNet, _conv_loss),
     "lstm": Case(LSTMModel, lambda m, k: m(_tokens(50, 7, k))),
+    "lora": Case(Adapted, lambda m, k: m(torch.randn(5, 24, generator=generator(k)))),
     "frozen": Case(FrozenBase, lambda m, k: m(torch.randn(5, 19, generator=generator(k)))),
     "branchy": Case(Branchy, lambda m, k: m(torch.randn(4, 11, generator=generator(k)), None if k % 3 == 0 else k % 2)),
     "branchy-by-rank": Case(

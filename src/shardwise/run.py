@@ -262,12 +262,20 @@ class Run(Reading):
         return replica, fill_replica(replica, self.iter_full_state(), optimizer, groups)
 
     def close(self) -> None:
-        """End background threads and free disk space; parameters and states on disk are lost."""
+        """End background threads and free disk space; parameters and states on disk are lost.
+
+        Waits for a save in the background, and raises if it failed.
+        """
+        unsaved, self._runtime.offload.unsaved = self._runtime.offload.unsaved, None
+        if unsaved is not None:
+            unsaved.has_ended_within(None)
         with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
-            self._subject.finish_saving()
             self._runtime.gathering.settle()
         self._runtime.transport.close()
         self._runtime.offload.close()
+        if unsaved is not None and unsaved.failure is not None and not unsaved.was_told:
+            unsaved.was_told = True
+            raise unsaved.failure
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copied model has no run."""

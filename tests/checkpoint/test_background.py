@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -35,7 +36,7 @@ def saved_beside(path: str, case: str, optimizer: str, options: Options) -> tupl
     with delays(slow):
         ticket = run.save(path, extra={"epoch": 7, "curve": torch.arange(3.0)}, wait=False)
         was_under_way = not ticket.is_done_within(0.0) and not os.path.exists(path)
-        losses = train(run, model, opt, case, 3, 6)
+        losses = train(run, model, opt, case, 3, 8)
         ticket.wait()
     after = states(run)
     run.close()
@@ -114,6 +115,62 @@ def test_an_error_is_raised_on_all_ranks_and_training_goes_on(pool: RankPool, tm
         assert len(raised) == 1 and f"the checkpoint {path} was not saved. Rank 1: [Errno 28] no space left" in raised[0]
         assert is_same
     assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def told_late(path: str) -> list[str]:
+    """Rank 1 learns of a failure later than rank 0, and rank 0 alone has waited for the Ticket: all raise at the same step."""
+    run, model, opt, _, _ = build("gpt", "adamw", stage=3)
+    train(run, model, opt, "gpt", 0, 1)
+    os.makedirs(path, exist_ok=True)  # the path is taken
+
+    is_late = torch.distributed.get_rank() == 1
+    unsaved = sys.modules["shardwise.engine.unsaved"].Unsaved
+    end = unsaved.end
+
+    def slow_end(self: Any, failure: Any) -> None:
+        time.sleep(0.5)
+        end(self, failure)
+
+    raised = []
+    with Patched(unsaved, "end", slow_end) if is_late else contextlib.nullcontext():
+        ticket = run.save(path, wait=False)
+        if not is_late:
+            with pytest.raises(CheckpointError, match="exists already"):
+                ticket.wait()
+        for number in range(1, 40):
+            try:
+                train(run, model, opt, "gpt", number, number + 1)
+            except CheckpointError:
+                raised.append(str(number))
+                opt.zero_grad()
+            if raised:
+                break
+            time.sleep(0.02)
+    train(run, model, opt, "gpt", 40, 41)
+    run.save(path + "-new")
+    run.close()
+    return raised
+
+
+def test_all_ranks_raise_at_the_same_step(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(told_late, str(tmp_path / "checkpoint"))
+    assert first == second and len(first) == 1
+
+
+def unwaited(directory: str) -> list[str]:
+    """Nobody waits for the Tickets: old checkpoints are removed all the same."""
+    run, model, opt, _, _ = build("gpt", "adamw", stage=3)
+    kept = sw.Checkpoints(directory, keep=1)
+    for number in range(4):
+        train(run, model, opt, "gpt", number, number + 1)
+        kept.save(run, number, wait=False)
+    run.close()
+    torch.distributed.barrier()
+    return sorted(os.listdir(directory))
+
+
+def test_old_checkpoints_go_though_nobody_waits(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(unwaited, str(tmp_path / "all"))[0] == ["step-00000002", "step-00000003"]
 
 
 def written_by_hand(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from cases import CASES, Patched, build
 from shardwise.checkpoint import read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.testing import RankPool
+from shardwise.tiers.disk import file_system_of
 
 DISK = sw.Offload(params="disk", grads="disk", optimizer="disk", step_bytes=1 << 16)
+HOST = sw.Offload(optimizer="host", step_bytes=1 << 16)
 Options = dict[str, Any]
 Found = dict[tuple[str, str], torch.Tensor]
 
@@ -49,12 +52,12 @@ def train(run: sw.Run, model: Any, optimizer: Any, case: str, first: int, last: 
 
 
 def saved(path: str, case: str, optimizer: str, options: Options) -> tuple[Any, list[float], Any]:
-    """Train three steps, save, go on for three: the states when saved, the losses after, the states at the end."""
+    """Train three steps, save, go on for five: the states when saved, the losses after, the states at the end."""
     run, model, opt, _, _ = build(case, optimizer, **options)
     train(run, model, opt, case, 0, 3)
     before = states(run)
     run.save(path, extra={"epoch": 7, "curve": torch.arange(3.0)})
-    losses = train(run, model, opt, case, 3, 6)
+    losses = train(run, model, opt, case, 3, 8)
     after = states(run)
     run.close()
     return before, losses, after
@@ -69,7 +72,7 @@ def loaded(path: str, case: str, optimizer: str, options: Options, times: int = 
         assert found.extra["epoch"] == 7 and torch.equal(found.extra["curve"], torch.arange(3.0))
         assert found.num_steps == run._runtime.num_steps == 3 and found.left_out == ()
     before = states(run)
-    losses = train(run, model, opt, case, 3, 6)
+    losses = train(run, model, opt, case, 3, 8)
     after = states(run)
     run.close()
     return before, losses, after
@@ -96,6 +99,10 @@ SAME: dict[str, tuple[str, str, Options, Options]] = {
     ),
     "bf16": ("gpt", "adamw", {"stage": 3, "precision": "bf16"}, {"stage": 2, "precision": "bf16"}),
     "fp16 with a scale": ("gpt", "adamw", {"stage": 3, "precision": "fp16"}, {"stage": 1, "precision": "fp16"}),
+    "stage 2 to 3, pairwise": ("gpt", "adamw", {"stage": 2}, {"stage": 3, "transport": "pairwise"}),
+    "LoRA": ("lora", "adamw", {"stage": 3}, {"stage": 1, "offload": sw.Offload(optimizer="disk")}),
+    "host, stage 3 to 2": ("gpt", "fused", {"stage": 3, "offload": HOST}, {"stage": 2, "offload": HOST}),
+    "host to disk": ("gpt", "fused", {"stage": 1, "offload": HOST}, {"stage": 3, "offload": DISK}),
     "groups": ("gpt", "groups", {"stage": 3}, {"stage": 1}),
     "adagrad": ("mlp", "adagrad", {"stage": 1}, {"stage": 3}),
     "a custom optimizer": ("mlp", "lion", {"stage": 3}, {"stage": 2}),
@@ -184,6 +191,26 @@ def test_a_count_stays_what_it_was(pool: RankPool, tmp_path: Path) -> None:
         assert found == {int}
 
 
+def across(path: str, options: Options) -> tuple[str, Any]:
+    """Save to a file system in memory, where O_DIRECT may not work, and load from there."""
+    run, model, opt, _, _ = build("gpt", "adamw", **options)
+    train(run, model, opt, "gpt", 0, 2)
+    run.save(path)
+    before = states(run)
+    train(run, model, opt, "gpt", 2, 3)
+    run.load(path)
+    is_same = all(torch.equal(one[3], other[3]) for one, other in zip(before, states(run), strict=True))
+    run.close()
+    return file_system_of(Path(path)), is_same
+
+
+@pytest.mark.parametrize("offload", [None, DISK], ids=["memory", "disk"])
+def test_a_path_on_another_file_system_than_the_states(pool: RankPool, tmp_path: Path, offload: sw.Offload | None) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        for kind, is_same in pool.run(across, f"{directory}/checkpoint", {"stage": 3, "offload": offload}):
+            assert kind == "tmpfs" and is_same
+
+
 # -- schedulers, random generators, a directory of checkpoints ---------------------------------------------------------
 
 
@@ -221,6 +248,19 @@ def test_a_directory_of_checkpoints_with_a_scheduler(pool: RankPool, tmp_path: P
         assert is_same and names == ["step-00000003", "step-00000004"]
     with pytest.raises(CheckpointError, match="keep=0"):
         sw.Checkpoints(tmp_path, keep=0)
+
+
+def lower_number(directory: str) -> list[str]:
+    run, _, _, _, _ = build("gpt", "adamw", stage=3)
+    kept = sw.Checkpoints(directory, keep=2)
+    for number in (7, 8, 3):  # somebody went back to an earlier step
+        kept.save(run, number)
+    run.close()
+    return [path.name for path in kept.all()]
+
+
+def test_what_was_just_saved_is_never_removed(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(lower_number, str(tmp_path / "all"))[0] == ["step-00000003", "step-00000007", "step-00000008"]
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

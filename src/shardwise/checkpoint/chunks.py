@@ -6,6 +6,7 @@ What will be read again goes through the page cache, by one thread, so that the 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 
 import torch
@@ -45,13 +46,18 @@ class Chunks:
             return False
         if not self._free:
             _, oldest = self._held.popitem(last=False)
-            oldest.ticket.wait()
+            with contextlib.suppress(OSError):  # nobody has asked for it; if somebody does, it is read again
+                oldest.ticket.wait()
             self._free.append(oldest.memory)
         memory = self._free.pop()
         if is_direct not in self._engines:
             self._engines[is_direct] = make_engine() if is_direct else make_engine(num_threads=1, block_bytes=CHUNK_BYTES)
         target = memory[: aligned(num_bytes) if is_direct else num_bytes]
-        self._held[key] = _Chunk(memory, self._engines[is_direct].start(file, target, place, writes=False))
+        try:
+            self._held[key] = _Chunk(memory, self._engines[is_direct].start(file, target, place, writes=False))
+        except BaseException:
+            self._free.append(memory)
+            raise
         return True
 
     def get(self, key: Key, num_bytes: int) -> torch.Tensor:

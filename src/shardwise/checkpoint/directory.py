@@ -73,6 +73,10 @@ class Checkpoints:
         """The newest complete checkpoint, or None."""
         return next(reversed(self.all()), None)
 
+    def _newest(self) -> str | None:
+        newest = self.latest()
+        return None if newest is None else str(newest)
+
     def save(
         self,
         run: Saveable,
@@ -89,22 +93,22 @@ class Checkpoints:
         """
         path = self.directory / f"step-{step:08d}"
         ticket = run.save(path, extra=extra, scheduler=scheduler, wait=wait, progress=progress)
-        if not wait:
-            return Returning(ticket, lambda: self._remove_old(run))
-        self._remove_old(run)
-        return ticket
+        self._remove_old(run, path)  # in the background: after the save before this one, which has ended now
+        return ticket if wait else Returning(ticket, lambda: self._remove_old(run, path))
 
-    def _remove_old(self, run: Saveable) -> None:
+    def _remove_old(self, run: Saveable, newest: Path) -> None:
+        """On rank 0: remove what is no longer kept, but never what was just saved, though it may have the lowest number."""
         if run.rank == 0:
             for old in self.all()[: -self.keep]:
-                remove_checkpoint(old)
+                if old != newest:
+                    remove_checkpoint(old)
 
     def resume(
         self, run: Saveable, *, scheduler: Any = None, strict: bool = True, progress: Progress | None = None
     ) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
-        newest = self.latest()
-        found = None if newest is None else str(newest)
         world = run._subject.runtime.world
-        require_same_path(try_together(world, lambda: found, f"nothing was loaded from {self.directory}"), "load")
+        paths = try_together(world, self._newest, f"nothing was loaded from {self.directory}")
+        require_same_path(paths, "load")
+        newest = paths[0]
         return None if newest is None else run.load(newest, scheduler=scheduler, strict=strict, progress=progress)

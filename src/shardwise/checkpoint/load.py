@@ -150,6 +150,10 @@ class _Source:
                     self.own_entry(key)
 
     @property
+    def _takes_states(self) -> bool:
+        return self._subject.optimizer is not None and self.others["groups"] is not None
+
+    @property
     def _units(self) -> Sequence[Unit]:
         return self._subject.runtime.units
 
@@ -197,7 +201,7 @@ class _Source:
         for segment in self.manifest.locate(name, piece.param_start, piece.numel):
             reader = self._reader(segment)
             kinds = [self.files.value_kind(name)]
-            states = self.files.states_in(segment.rank).get(name)
+            states = self.files.states_in(segment.rank).get(name) if self._takes_states else None
             if states is not None:
                 self.states[name] = states
                 kinds += [kind for kind, value in states.items() if value is LONG]

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from shardwise.checkpoint.subject import Subject, rng_states, try_together
 from shardwise.checkpoint.tensor_file import Plan, Progress
 from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
-from shardwise.engine import LONG, OnDisk, Runtime, Unsaved
+from shardwise.engine import LONG, OnDisk, Unsaved
 from shardwise.errors import CheckpointError
 from shardwise.partition import Layout
 from shardwise.ticket import Done, Ticket
@@ -55,59 +54,64 @@ def save(
     try:
         runtime.changes.store_written()
         work = _Save(subject, place, extra, scheduler, progress, in_background=not wait)
+        if wait:
+            work(runtime.world, lambda unit: None)
+            return Done()
+        ticket = InBackground(work, subject.world_of_saving())
     except BaseException:
         place.close()
         raise
-    if wait:
-        work(runtime.world, lambda unit: None)
-        return Done()
-    subject.saving = InBackground(work, runtime, subject.world_of_saving())
-    return subject.saving
+    runtime.offload.unsaved = ticket.unsaved
+    return ticket
 
 
 class InBackground(Ticket):
-    """A save on a thread of its own. Training goes on; it waits only before it changes what has not been read yet."""
+    """A save on a thread of its own. Training goes on; it waits only before it changes what has not been written yet."""
 
-    def __init__(self, work: _Save, runtime: Runtime, world: World) -> None:
-        self._unsaved = runtime.offload.unsaved = Unsaved()
-        self._thread = threading.Thread(target=_run, args=(work, world, self._unsaved), name="shardwise-save", daemon=True)
-        self._thread.start()
+    def __init__(self, work: _Save, world: World) -> None:
+        self.unsaved = Unsaved()
+        self._thread = threading.Thread(target=self._run, args=(work, world), name="shardwise-save", daemon=True)
         _under_way.add(self)
+        self._thread.start()
+
+    def _run(self, work: _Save, world: World) -> None:
+        failure: Exception | None = None
+        try:
+            work(world, self.unsaved.advance)
+        except Exception as error:  # raised again in the thread that waits, or by the next step
+            failure = error
+        except BaseException as error:  # a progress function that exits
+            failure = CheckpointError(f"the save was ended by {error!r}")
+        finally:
+            self.unsaved.end(failure)
+            if failure is None:
+                _under_way.discard(self)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete; raise if it failed, unless its failure was raised before."""
-        self._unsaved.has_ended_within(None)
-        self._thread.join()
-        problem = self._unsaved.take_problem()
-        if problem is not None:
-            raise problem
+        """Wait until the checkpoint is complete; raise if it failed."""
+        self.is_done_within(None)
+        if self.unsaved.failure is not None:
+            self.unsaved.was_told = True
+            raise self.unsaved.failure
 
-    def is_done_within(self, patience_s: float) -> bool:
-        """Wait up to `patience_s` for the end of the save; return whether it has ended."""
-        return self._unsaved.has_ended_within(patience_s)
+    def is_done_within(self, patience_s: float | None) -> bool:
+        """Wait up to `patience_s` for the end of the save, or (None) until it has ended; return whether it has."""
+        has_ended = self.unsaved.has_ended_within(patience_s)
+        if has_ended:
+            self._thread.join()
+            _under_way.discard(self)
+        return has_ended
 
 
-_under_way: weakref.WeakSet[InBackground] = weakref.WeakSet()
-
-
-def _run(work: _Save, world: World, unsaved: Unsaved) -> None:
-    try:
-        work(world, unsaved.advance)
-    except Exception as problem:  # raised again in the thread that waits, or by the next step
-        unsaved.end(problem)
-    else:
-        unsaved.end(None)
+_under_way: set[InBackground] = set()
 
 
 @atexit.register
 def _finish_all() -> None:
     """A script that ends with a save in the background ends when the checkpoint is complete."""
     for ticket in list(_under_way):
-        try:
-            if not ticket.is_done_within(_EXIT_S):
-                raise CheckpointError(f"it took longer than {_EXIT_S:.0f} s")
-            ticket.wait()
-        except Exception as problem:  # nobody is left to catch it
+        problem: object = ticket.unsaved.failure if ticket.is_done_within(_EXIT_S) else f"it took longer than {_EXIT_S:.0f} s"
+        if problem is not None and not ticket.unsaved.was_told:  # nobody is left to catch it
             print(f"shardwise: the script has ended, and its last save in the background failed: {problem}", file=sys.stderr)
 
 
@@ -196,7 +200,7 @@ class _Save:
             try_together(world, lambda: self._write(advance), failure)
             try_together(world, self._commit, failure)
         finally:
-            self._place.close()  # after the meeting
+            self._place.close()  # after the meeting: no rank writes there any more
 
     # -- one rank's file --------------------------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class _Save:
             raise self._place.problem
         if not place.is_dir():
             raise self._not_shared(f"rank {self._rank} does not see the directory that rank 0 has made")
-        require_room(place, self._plan.num_bytes * self._world_size)
+        require_room(place, self._plan.num_bytes)
         num_bytes_all = sum(entry.num_bytes for entry in self._plan.entries.values())
         num_done = 0
 
@@ -239,7 +243,7 @@ class _Save:
     def _require_unwritten(self, number: int) -> None:
         """Raise if user code has written to parameters that are always full while their memory was being read."""
         unit = self._units[number]
-        if self._is_in_background and unit.is_always_full and unit.may_be_written():
+        if self._is_in_background and unit.is_always_full and unit.writes.were_counted():
             raise CheckpointError(
                 f"parameter {unit.layout.slots[0].name!r}, or one of the same Unit, was written by hand while it was being saved "
                 f"in the background: {self._place.target} would be a mixture and was not saved. Wait for the Ticket before that."

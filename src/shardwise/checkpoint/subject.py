@@ -16,7 +16,6 @@ from shardwise.checkpoint.matching import persistent_buffers
 from shardwise.comm import World
 from shardwise.engine import Runtime, Survivors
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.ticket import Ticket
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
@@ -33,8 +32,6 @@ class Subject:
     runtime: Runtime
     survivors: Survivors
     scaler: torch.amp.GradScaler
-    saving: Ticket | None = None
-    """The last save in the background; it may have ended."""
     _ids: list[str] = dataclasses.field(default_factory=list)
     _world: World | None = None
 
@@ -46,10 +43,16 @@ class Subject:
         return self._ids[-1]
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background; raise if it failed."""
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.wait()
+        """Wait for a save in the background; raise if it failed, on all ranks unless all have raised before. All must call."""
+        unsaved, self.runtime.offload.unsaved = self.runtime.offload.unsaved, None
+        if unsaved is None:
+            return
+        unsaved.has_ended_within(None)
+        if unsaved.failure is not None:
+            ((was_told, _),) = self.runtime.changes.agree_on([int(unsaved.was_told)])
+            unsaved.was_told = True
+            if not was_told:
+                raise unsaved.failure
 
     def world_of_saving(self) -> World:
         """The same ranks, with a process group of their own, for the saving thread. All ranks must call."""
@@ -139,7 +142,10 @@ def try_together(world: World, attempt: Callable[[], _Result], what: str) -> Seq
     """Run `attempt` on every rank and return all results; if it fails on any, raise CheckpointError on all: `what` came of it,
     and the first rank's error.
     """
-    outcome = world.try_together(attempt, Exception)  # any error: the other ranks must not wait for this one
+    try:
+        outcome = world.try_together(attempt, Exception)  # any error: the other ranks must not wait for this one
+    except RuntimeError as error:  # of torch.distributed
+        raise CheckpointError(f"{what}: the ranks could not meet. {error}") from error
     if outcome.first is None:
         return outcome.results
     rank, text = outcome.first

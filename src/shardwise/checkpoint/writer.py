@@ -55,7 +55,7 @@ class InMemory:
                 found.append((low - first, values[low - at : high - at]))
         if len(found) == 1 and found[0][1].numel() == numel:
             values = found[0][1]
-            if values.device.type == "cpu" and values.dtype == dtype and is_aligned(values):
+            if values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous() and is_aligned(values):
                 return values, Done()
         if sum(values.numel() for _, values in found) < numel:
             out.zero_()

@@ -191,15 +191,21 @@ class Offloading:
 
     # -- step -------------------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """Settle gradients. Raise if a save in the background failed; if it runs, let it read what torch's own step changes."""
+    def before_step(self, agree_on: Callable[[Sequence[int]], list[tuple[int, int]]]) -> None:
+        """Settle gradients. Raise if a save in the background failed; if it runs, let it write what torch's own step changes.
+
+        `agree_on`: the smallest and the largest of values over all ranks. All of them raise, at the same step, or none.
+        """
         self.grads.settle()
-        if self.unsaved is None:
+        unsaved = self.unsaved
+        if unsaved is None:
             return
-        if self.unsaved.has_ended_within(0.0):
-            problem, self.unsaved = self.unsaved.take_problem(), None
-            if problem is not None:
-                raise problem
+        (has_ended, _), (was_told, _) = agree_on([int(unsaved.has_ended_within(0.0)), int(unsaved.was_told)])
+        if has_ended:
+            self.unsaved = None
+            if unsaved.failure is not None and not was_told:
+                unsaved.was_told = True
+                raise unsaved.failure
         elif self.step is None:
             self._before_change(max(self._region_of, default=0))
 

@@ -342,7 +342,7 @@ class Runtime:
         self._free_for_step()
         self.changes.store_written()  # ranks meet here: from now on none reads the shards that will change
         self.gathering.discard_kept()
-        self.offload.before_step()
+        self.offload.before_step(self.changes.agree_on)
         self._update_began = self.events.now()
 
     def _free_for_step(self) -> None:

@@ -80,14 +80,18 @@ class Writes:
 
         The answer does not depend on which slice a rank owns, so it is the same on ranks whose user code has done the same.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._versions != [p._version for p in self._params]:
-                return True
-            if any(p.data_ptr() != address for p, address in zip(self._params, self._addresses, strict=True)):
-                return True
+        if self.were_counted():
+            return True
         if isinstance(self._full, OverlaidBuffer):  # other writes without a version are found before the next step
             return self._has_alias and not self._full.is_untouched()
         return self._has_alias or (self._shown is not None and self._shown != self._mark())
+
+    def were_counted(self) -> bool:
+        """Whether a write that autograd counts has happened since the last `note`, or a parameter was given other memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._versions != [p._version for p in self._params]:
+                return True
+            return any(p.data_ptr() != address for p, address in zip(self._params, self._addresses, strict=True))
 
     def replaced(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
         """(slot, new tensor, whether the Unit's own view has moved) of parameters that were given other memory."""
