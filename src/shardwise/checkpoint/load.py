@@ -25,8 +25,6 @@ from shardwise.engine import LONG, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
 
-_PARTLY = "The model is loaded in part only: load a checkpoint again before training goes on."
-
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -67,7 +65,6 @@ def load(
             raise CheckpointError(f"{source.path} has no state of a scheduler: it was saved without scheduler=.")
         if source.others["groups"] is not None:
             restoring.read_new(source.states)
-        source.raise_failure()
         return str(source.path)
 
     try:
@@ -76,7 +73,6 @@ def load(
         source.begin_changes()
         others = source.others
         restoring(None if others["groups"] is None else source.states)
-        try_together(runtime.world, source.raise_failure, f"{source.path}: {_PARTLY}")
         subject.restore(others)
         runtime.num_steps = runtime.transport.watch.step = source.manifest.num_steps
         runtime.gradients.clear()
@@ -100,7 +96,6 @@ class _Source:
         self._num_moved = self._num_bytes = 0
         self._files: SavedFiles | None = None
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
-        self._failure: Exception | None = None
         self._is_verified = False  # whether what is read now has been read and verified before
         self.left_out: tuple[str, ...] = ()
         self.others: dict[str, Any]
@@ -130,7 +125,7 @@ class _Source:
         wanted = [
             (unit, piece, found) for unit in self._units for piece in unit.span_pieces for found in self._needed(unit, piece)
         ]
-        self._require_none(self._compare_states())
+        self._require_none([*self._compare_states(), *restoring.problems(self.states)])
         new = {unit.index for unit in self._units if restoring.has_no_states(unit)}
         replaced = []
         for unit, piece, (segment, kind) in wanted:
@@ -231,27 +226,14 @@ class _Source:
         return unit.layout.slots[piece.slot_index].name in self.manifest.params
 
     def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype.
-
-        After a failure nothing more is read: the other ranks wait in fences, so the failure is raised where all meet.
-        """
-        if self._failure is not None or not self.has(unit, piece):
+        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype."""
+        if not self.has(unit, piece):
             return
         name, start = unit.layout.slots[piece.slot_index].name, piece.param_start
-        try:
-            kind = kind or self.files.value_kind(name)
-            for at, values in self.files.parts(name, kind, start, piece.numel, again=self._is_verified):
-                out[at - start : at - start + values.numel()].copy_(values)
-                self._advance(values)
-        except (OSError, CheckpointError) as error:
-            self._failure = error
-
-    def raise_failure(self) -> None:
-        """Raise what went wrong in `read`."""
-        if self._failure is not None and self._is_verified:
-            raise CheckpointError(f"{self._failure} {_PARTLY}") from self._failure
-        if self._failure is not None:
-            raise self._failure
+        kind = kind or self.files.value_kind(name)
+        for at, values in self.files.parts(name, kind, start, piece.numel, again=self._is_verified):
+            out[at - start : at - start + values.numel()].copy_(values)
+            self._advance(values)
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""

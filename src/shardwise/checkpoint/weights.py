@@ -108,6 +108,9 @@ class _SavedWeights(Weights):
         except AttributeError:
             self.close()
             raise CheckpointError(f"{path / FILE_NAME} contradicts itself: 'buffers' has something else than tensors.") from None
+        except BaseException:
+            self.close()
+            raise
         for name, buffer in self._buffers.items():
             self.tensors[name] = Stored(tuple(buffer.shape), tuple(buffer.stride()), buffer.dtype)
 

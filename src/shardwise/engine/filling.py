@@ -61,7 +61,7 @@ class Filling:
 
     def fill(self, construction: Construction) -> None:
         """Read everything into the one model that was built. All ranks must call; if one fails, all raise."""
-        outcome = construction.world.try_together(lambda: self._fill(construction), ShardwiseError, OSError)
+        outcome = construction.world.try_together(lambda: self._fill(construction), Exception)
         if outcome.problem is not None:
             raise outcome.problem
         if outcome.first is not None:

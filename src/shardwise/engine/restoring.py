@@ -7,12 +7,13 @@ between two fences.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from shardwise.engine.survivors import LONG, Survivors
+from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit, publish_master
 
 if TYPE_CHECKING:
@@ -50,17 +51,17 @@ class Restoring:
         self._new: dict[int, list[dict[str, Any] | None]] = {}  # by Unit: states that were read before anything changed
 
     def __call__(self, states: States | None) -> None:
-        """Restore everything; if `states` is None, optimizer states stay as they are."""
+        """Restore everything; if `states` is None, optimizer states stay as they are.
+
+        If reading or storing fails on any rank, all of them raise CheckpointError: the run is restored in part then.
+        """
         runtime = self._runtime
         if runtime.in_backward:
             runtime.start_afresh()
         runtime.gathering.settle()
         runtime.changes.store_written()  # ranks meet here: from now on none reads the shards that will change
         runtime.transport.fence()
-        for unit in runtime.units:
-            self._restore_values(unit)
-            if states is not None:
-                self.restore_states(unit, states)
+        outcome = runtime.world.try_together(lambda: self._restore(states), Exception)
         runtime.transport.fence()
         for unit in runtime.units:
             if unit.is_always_full:
@@ -68,6 +69,17 @@ class Restoring:
             unit.drop_own_pages()
             unit.changed()
         runtime.transport.fence()
+        if outcome.first is not None:
+            rank, text = outcome.first
+            raise CheckpointError(
+                f"rank {rank}: {text}; the model is loaded in part only: load again before training goes on."
+            ) from outcome.problem
+
+    def _restore(self, states: States | None) -> None:
+        for unit in self._runtime.units:
+            self._restore_values(unit)
+            if states is not None:
+                self.restore_states(unit, states)
 
     @staticmethod
     def pieces(unit: Unit) -> tuple[Piece, ...]:
@@ -91,6 +103,15 @@ class Restoring:
         """Whether a trainable Unit has no optimizer states yet, so that reading some replaces nothing."""
         return unit.is_trainable and self._optimizer is not None and not any(True for _ in self._survivors.states(unit))
 
+    def problems(self, states: States) -> Iterator[str]:
+        """What of the small states this run could not use."""
+        for name, saved in states.items():
+            for kind, value in saved.items():
+                try:
+                    self._counted(kind, value)
+                except (RuntimeError, TypeError, ValueError):
+                    yield f"the optimizer's {kind!r} of {name!r} is {'as long as it' if value is LONG else repr(value)} there"
+
     def read_new(self, states: States) -> None:
         """Read the states of Units that have none, where nothing looks before `__call__` makes them theirs."""
         for unit in self._runtime.units:
@@ -98,14 +119,19 @@ class Restoring:
                 self._new[unit.index] = self._read_states(unit, states)
 
     def restore_states(self, unit: Unit, states: States) -> None:
-        """Restore the optimizer states of one Unit; those of parameters that have none in `states` are dropped."""
+        """Restore the optimizer states of one Unit. Those of saved parameters that have none in `states` are dropped; those of
+        parameters that were not saved stay.
+        """
         stream = self._runtime.offload.step
         if unit.is_trainable and self._optimizer is not None:
             if stream is None and unit.index not in self._new:
                 for update in unit.pieces:
-                    self._optimizer.state.pop(update.master, None)  # their memory is needed for the new ones
+                    if self._saved.has(unit, update.bounds):
+                        self._optimizer.state.pop(update.master, None)  # their memory is needed for the new ones
             found = self._new.pop(unit.index, None) or self._read_states(unit, states)
             for number, (update, state) in enumerate(zip(unit.pieces, found, strict=True)):
+                if not self._saved.has(unit, update.bounds):
+                    continue
                 if stream is not None:
                     stream.restore(unit, number, state)
                 elif state is not None:
@@ -115,7 +141,8 @@ class Restoring:
             slots = unit.layout.slots
             wanted = [(piece, states.get(slots[piece.slot_index].name)) for piece in unit.span_pieces]
             for (piece, _), state in zip(wanted, self._read_all(unit, wanted), strict=True):
-                asleep.pop((unit.index, piece.slot_index), None)
+                if self._saved.has(unit, piece):
+                    asleep.pop((unit.index, piece.slot_index), None)
                 if state is not None:
                     asleep[unit.index, piece.slot_index] = state
 

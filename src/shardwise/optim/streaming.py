@@ -91,6 +91,10 @@ class StreamedStep:
         ]
         self.is_native = adam.can_update(optimizer, {region.dtype for region in regions})
         self._group_of: dict[int, int] = {}  # by piece; pieces in no group are not updated
+        self._keys: dict[tuple[int, int], list[Key]] = {}  # the parts of each piece, by Unit and number
+        for run in (run for portions in self._portions for portion in portions for run in portion.runs):
+            for number, _, low, _ in run.parts():
+                self._keys.setdefault((run.unit.index, number), []).append((run.unit.index, number, low))
         self._small: dict[Key, dict[str, Any]] = {}  # states shorter than their piece, of parts that were updated
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # long states in memory, by Unit
         self._templates: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
@@ -266,7 +270,8 @@ class StreamedStep:
 
         They are the same for all parts in which the piece is updated.
         """
-        return next((small for (index, n, _), small in self._small.items() if (index, n) == (unit.index, number)), None)
+        keys = self._keys.get((unit.index, number), ())
+        return next((self._small[key] for key in keys if key in self._small), None)
 
     def fresh_states(self, unit: Unit, number: int) -> dict[str, Any] | None:
         """The states of a piece before its first update, if the optimizer was built with states: one element of long ones."""
@@ -275,13 +280,10 @@ class StreamedStep:
 
     def restore(self, unit: Unit, number: int, small: dict[str, Any] | None) -> None:
         """Set the small states of a piece, or (None) make it one that was never updated; long ones are written by `on_device`."""
-        for portions in self._portions:
-            for run in (run for portion in portions for run in portion.runs if run.unit is unit):
-                for n, _, low, _ in run.parts():
-                    if n == number and small is None:
-                        self._small.pop((unit.index, n, low), None)
-                    elif n == number and small is not None:
-                        self._small[unit.index, n, low] = copy.deepcopy(small)
+        for key in self._keys.get((unit.index, number), ()):
+            self._small.pop(key, None)
+            if small is not None:
+                self._small[key] = copy.deepcopy(small)
 
     def dtype_of(self, unit: Unit, name: str) -> torch.dtype:
         """The dtype in which a long state of a Unit is kept."""
