@@ -56,9 +56,16 @@ def main() -> None:
         for number in range(args.rounds):
             for system in systems[number % len(systems) :] + systems[: number % len(systems)]:
                 print(f"round {number + 1}: {system}", file=sys.stderr, flush=True)
-                found[system].append(launch(system, args, directory))
+                try:
+                    found[system].append(launch(system, args, directory))
+                except SystemExit as failed:  # another system's failure is shown, not the end of the run
+                    if system in OURS:
+                        raise
+                    print(f"{failed.code}: left out", file=sys.stderr)
+                    shutil.rmtree(directory / system.lower(), ignore_errors=True)
+            show(args, {system: runs for system, runs in found.items() if runs})
+            print("", flush=True)
         fio.clean_up(directory)
-    show(args, found)
 
 
 def launch(system: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -77,7 +84,8 @@ def show(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> No
     def middle(system: str, key: str) -> float:
         return statistics.median(value for launched in found[system] for value in launched[key])
 
-    print(f"{args.shape}, {args.ranks} ranks, sequence {SEQUENCE}, {args.rounds} rounds of {args.repeats}; medians\n")
+    rounds = max(map(len, found.values()))
+    print(f"{args.shape}, {args.ranks} ranks, sequence {SEQUENCE}, {rounds} rounds of {args.repeats}; medians\n")
     print("| system | save s | load s | reload s | GB on disk | files | extra MB save | extra MB load |")
     print("|---" * 8 + "|")
     for system in found:
