@@ -22,9 +22,10 @@ from shardwise.checkpoint.manifest import SavedParam, SavedVector
 from shardwise.checkpoint.plain import decode, dumps, encode, loads
 from shardwise.checkpoint.tensor_file import Plan, Reader
 from shardwise.checkpoint.writer import InMemory, Writer
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DiskError
 from shardwise.partition import make_layout
-from shardwise.tiers.io import make_engine
+from shardwise.tiers import aligned_memory
+from shardwise.tiers.io import File, make_engine
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -281,3 +282,28 @@ def test_damaged_checkpoints_are_refused_or_load_the_same(tmp_path: Path, number
     assert outcomes["refused"] > 0.8 * number
     print(outcomes)
     assert read_manifest(whole).num_steps == 1
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_expanded_value_is_copied_into_its_chunk() -> None:
+    one = aligned_memory(4096).view(torch.float32)[:1].fill_(2.5)
+    memory = aligned_memory(CHUNK_BYTES)
+    values, _ = InMemory([(0, one.expand(1024))]).start(0, memory, torch.float32, 1024)
+    assert values.is_contiguous() and torch.equal(values, torch.full((1024,), 2.5))
+
+
+def test_an_error_of_a_chunk_that_nobody_asked_for_is_not_raised(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(bytes(4096))
+    chunks = Chunks()
+    with open(tmp_path / "short", "rb") as opened:
+        file = File(opened.fileno(), "short")
+        for number in range(20):  # all of them but the first lie behind the end of the file
+            chunks.start((chunks, "entry", number), file, number * 4096, 4096, is_direct=False)
+        assert chunks.start((chunks, "entry", 0), file, 0, 4096, is_direct=False)
+        assert not chunks.get((chunks, "entry", 0), 4096).any()
+        with pytest.raises(DiskError):
+            chunks.get((chunks, "entry", 19), 4096)
+        chunks.drop(chunks)
+    chunks.close()

@@ -156,7 +156,7 @@ class _Source:
         if problems:
             raise CheckpointError(
                 f"{self.path} does not fit the model; nothing was changed. {listed(problems)}. Load it into the model that was "
-                "saved, or pass strict=False to leave out what only one of them has."
+                "saved. With strict=False parameters that only one of them has are left out."
             )
 
     def _compare(self, *, strict: bool) -> Iterator[str]:

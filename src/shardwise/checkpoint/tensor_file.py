@@ -20,12 +20,13 @@ from shardwise.checkpoint.plain import dumps, loads
 from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
 from shardwise.ticket import Ticket
-from shardwise.tiers import ALIGNMENT, aligned_memory, checksum
+from shardwise.tiers import ALIGNMENT, aligned_memory, checksum, reads_direct
 from shardwise.tiers.io import File, IoEngine
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has moved so far, and with all that it will move."""
 _NUM_BUFFERS = 4  # chunks that are written at once
+_REMEDY = "Use another checkpoint, or copy this one again."
 _VALUES = (f".{MASTER}", f".{VALUE}")  # how the keys of entries with parameters' values end
 _PADDING = "padding."  # prefix of entries without meaning: the format allows no gaps
 
@@ -99,7 +100,7 @@ class Reader:
 
     def __init__(self, path: Path, chunks: Chunks) -> None:
         self._chunks = chunks
-        self._file = File(open_regular(path), str(path))
+        self._file = File(open_regular(path), str(path), _REMEDY)
         self._direct: File | None = None
         self._next: dict[str, str] = {}  # which entry is usually read after an entry
         self._verified: set[tuple[str, int]] = set()  # chunks that are held and were compared with their checksums
@@ -107,13 +108,22 @@ class Reader:
             self._data_start, self.metadata, self.entries, self._sums = self._read_header()
             for is_value in (True, False):
                 self._next |= itertools.pairwise(key for key in self.entries if key.endswith(_VALUES) == is_value)
-            with contextlib.suppress(OSError):  # a file system without O_DIRECT
-                self._direct = File(
-                    os.open(f"/proc/self/fd/{self._file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), str(path)
-                )
+            self._direct = self._open_direct()
         except BaseException:
             os.close(self._file.descriptor)
             raise
+
+    def _open_direct(self) -> File | None:
+        """The same file with O_DIRECT; None if its file system cannot."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(f"/proc/self/fd/{self._file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            try:
+                reads_direct(descriptor)
+            except OSError:
+                os.close(descriptor)
+                raise
+            return self._file._replace(descriptor=descriptor)
+        return None
 
     def _read_header(self) -> tuple[int, dict[str, str], dict[str, Entry], dict[str, list[int]]]:
         data_start, metadata, entries = read_header(self._file.descriptor, self._file.path)

@@ -111,7 +111,8 @@ class Writer:
         self._filling: collections.deque[_Chunk] = collections.deque()
         self._writing: collections.deque[_Chunk] = collections.deque()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = File(os.open(path, flags, 0o644), str(path))
+        remedy = "Free space on this file system, or save to another path."
+        self._file = File(os.open(path, flags, 0o644), str(path), remedy)
         try:
             os.posix_fallocate(self._file.descriptor, 0, plan.num_bytes)  # a full disk is noticed now
             make_direct(self._file.descriptor)

@@ -3,10 +3,10 @@
 Public names: `Ledger`, `Kind`, `Tier`, `device_tier` (bytes per tier and kind, now and at peak); `FullBuffer`, `FixedBuffer`,
 `OverlaidBuffer`, `can_tell_own_pages`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (pages
 that a freed Unit leaves for the next gather); `DiskFile`, `ALIGNMENT`, `aligned`, `aligned_memory`, `aligned_zeros`,
-`make_direct` (one rank's file, read and written in the background by the engine of `io`); `Shelf`, `HostShelf`, `DiskShelf`,
-`QUANTUM`, `whole_quanta`, `is_aligned` (offloaded states of one kind of many Units); `Mover` (copies between host and device),
-`Buffer`, `Buffers` (borrowed for every transfer); `Extents` (free ranges); `Heap` (returns freed memory to the system);
-`checksum`.
+`make_direct`, `reads_direct` (one rank's file, read and written in the background by the engine of `io`); `Shelf`, `HostShelf`,
+`DiskShelf`, `QUANTUM`, `whole_quanta`, `is_aligned` (offloaded states of one kind of many Units); `Mover` (copies between host
+and device), `Buffer`, `Buffers` (borrowed for every transfer); `Extents` (free ranges); `Heap` (returns freed memory to the
+system); `checksum`.
 
 Invariants: a FullBuffer keeps one storage object for life, so views saved by autograd are valid again after the next gather.
 Discarding it returns exactly its pages, so resident memory is what the ledger says. Transfers to and from disk use a few buffers,
@@ -15,7 +15,7 @@ whatever the model's size.
 
 from shardwise.tiers.buffers import Buffer, Buffers
 from shardwise.tiers.checksum import checksum
-from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned, aligned_memory, aligned_zeros, make_direct
+from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned, aligned_memory, aligned_zeros, make_direct, reads_direct
 from shardwise.tiers.extents import Extents
 from shardwise.tiers.heap import Heap
 from shardwise.tiers.ledger import Kind, Ledger, Tier, device_tier
@@ -60,5 +60,6 @@ __all__ = [
     "make_direct",
     "make_full_buffer",
     "own_storage",
+    "reads_direct",
     "whole_quanta",
 ]

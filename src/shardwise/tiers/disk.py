@@ -285,6 +285,12 @@ def _open_anonymous(directory: Path) -> int:
     return descriptor
 
 
+def reads_direct(descriptor: int) -> None:
+    """Read the first block of a file that was opened with O_DIRECT; raises OSError where only opening works."""
+    block = aligned_memory(ALIGNMENT)
+    os.preadv(descriptor, [memoryview((ctypes.c_char * ALIGNMENT).from_address(block.data_ptr())).cast("B")], 0)
+
+
 def _takes_direct(descriptor: int) -> bool:
     block = aligned_memory(ALIGNMENT)
     view = memoryview((ctypes.c_char * ALIGNMENT).from_address(block.data_ptr())).cast("B")

@@ -32,10 +32,12 @@ _END_OF_FILE = -1  # used like an errno when the file ends early
 
 
 class File(NamedTuple):
-    """An open file and what to call it in messages."""
+    """An open file, what to call it in messages, and what to do if it fails."""
 
     descriptor: int
     path: str
+    remedy: str = ""
+    """Instead of what is said of the files of offloaded states."""
 
 
 class IoEngine(ABC):
@@ -78,11 +80,12 @@ class _Request(Ticket):
     def _finish(self, error: int, offset: int, length: int) -> None:
         self._memory = None
         if error:
+            remedy = self._file.remedy or _REMEDIES.get(error, _REMEDY)
             what = "the file ends there: it was truncated" if error == _END_OF_FILE else os.strerror(error)
             self._failure = DiskError(
                 errno.EIO if error == _END_OF_FILE else error,
                 f"{'writing' if self._writes else 'reading'} {length} bytes at offset {offset} of {self._file.path} failed: "
-                f"{what} (request of {self._length} bytes at {self._offset}). {_REMEDIES.get(error, _REMEDY)}",
+                f"{what} (request of {self._length} bytes at {self._offset}). {remedy}",
             )
 
 
