@@ -19,11 +19,11 @@ import torch
 from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.header import open_regular
 from shardwise.checkpoint.hub_files import MAX_FILE_BYTES, HubPlan, HubWriter
-from shardwise.checkpoint.manifest import FILE_NAME, SavedParam, SavedVector, entry_key
+from shardwise.checkpoint.manifest import FILE_NAME, SavedVector, entry_key
 from shardwise.checkpoint.plain import DTYPES, decode, loads
 from shardwise.checkpoint.saved_files import SavedFiles
 from shardwise.errors import CheckpointError, DiskError
-from shardwise.partition import row_major, same_order
+from shardwise.partition import is_row_major
 
 _MAX_CONFIG_BYTES = 16 << 20
 
@@ -131,7 +131,7 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
                     break
                 first, last = max(offset, low), min(end, low + values.numel())
                 part = values[first - low : last - low]
-                if _is_row_major(param):
+                if is_row_major(param.shape, param.stride):
                     writer.write(name, first - offset, part)
                 else:
                     kept = torch.empty(end - offset, dtype=values.dtype) if kept is None else kept
@@ -141,10 +141,6 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
                         kept = None
                 if last == end:
                     waiting.pop(0)
-
-
-def _is_row_major(param: SavedParam) -> bool:
-    return same_order(param.shape, param.stride, row_major(param.shape))
 
 
 def _documents(path: Path) -> dict[str, bytes]:

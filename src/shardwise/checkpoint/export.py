@@ -21,7 +21,7 @@ from shardwise.checkpoint.hub_files import HubPlan, HubWriter
 from shardwise.checkpoint.subject import Subject, try_together
 from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
-from shardwise.partition import Slot, Unit, row_major, same_order
+from shardwise.partition import Slot, Unit, is_row_major
 
 Wanted = Mapping[tuple[int, int], str]
 """The key of each parameter that is exported, by the index of its Unit and its slot."""
@@ -77,7 +77,7 @@ def _write(subject: Subject, place: Path, exported: Exported, plan: HubPlan) -> 
         wanted = exported.wanted()
         for unit in subject.runtime.units:
             # Gathers need every rank, also one that has failed.
-            strided = {key: slot for key, slot in _slots(unit, wanted) if not _is_row_major(slot)}
+            strided = {key: slot for key, slot in _slots(unit, wanted) if not is_row_major(slot.shape, slot.stride)}
             full = subject.survivors.full_masters(unit) if strided else None
             if problem is None and writer is not None:
                 try:
@@ -117,7 +117,3 @@ def _slots(unit: Unit, wanted: Wanted) -> list[tuple[str, Slot]]:
     """What is exported of a Unit: (key, slot)."""
     numbered = enumerate(unit.layout.slots)
     return [(wanted[unit.index, number], slot) for number, slot in numbered if (unit.index, number) in wanted]
-
-
-def _is_row_major(slot: Slot) -> bool:
-    return same_order(slot.shape, slot.stride, row_major(slot.shape))

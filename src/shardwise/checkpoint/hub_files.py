@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.header import CHUNK_BYTES, Entry, framed, header_text
-from shardwise.checkpoint.tensor_file import ChunkWriter
 from shardwise.errors import ConfigError
-from shardwise.tiers import checksum
+from shardwise.ticket import Ticket
+from shardwise.tiers import aligned_memory, checksum
 from shardwise.tiers.io import File, IoEngine, make_engine
 
 MAX_FILE_BYTES = 5_000_000_000
 """Data bytes of one file, unless a single tensor has more."""
+_NUM_BUFFERS = 4  # chunks that are written at once
 _ALIGN_BYTES = 8  # what the format's own library does
 
 
@@ -103,6 +104,34 @@ class HubPlan:
                 os.fsync(file.fileno())
 
 
+class _ChunkWriter:
+    """A few buffers through which chunks go to files in the background."""
+
+    def __init__(self, engine: IoEngine) -> None:
+        self._engine = engine
+        self._buffers = [aligned_memory(CHUNK_BYTES) for _ in range(_NUM_BUFFERS)]
+        self._tickets: list[Ticket | None] = [None] * _NUM_BUFFERS
+        self._turn = 0
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory for the next chunk, at most CHUNK_BYTES. Fill it and pass it to `start`."""
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        ticket = self._tickets[self._turn]
+        if ticket is not None:
+            ticket.wait()
+        return self._buffers[self._turn][:num_bytes]
+
+    def start(self, file: File, memory: torch.Tensor, place: int) -> None:
+        """Start writing the chunk that `buffer` returned last."""
+        self._tickets[self._turn] = self._engine.start(file, memory, place, writes=True)
+
+    def wait(self) -> None:
+        """Wait until all chunks are written."""
+        for ticket in self._tickets:
+            if ticket is not None:
+                ticket.wait()
+
+
 class HubWriter:
     """Writes ranges of tensors into the files of a plan, converted to the dtypes of the plan."""
 
@@ -111,7 +140,7 @@ class HubWriter:
         self._engine: IoEngine = make_engine()
         self._files: dict[str, File] = {}
         try:
-            self._chunks = ChunkWriter(self._engine)
+            self._chunks = _ChunkWriter(self._engine)
             for name in plan.headers:
                 path = place / name
                 self._files[name] = File(os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW), str(path))

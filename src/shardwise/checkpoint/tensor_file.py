@@ -19,13 +19,11 @@ from shardwise.checkpoint.header import CHUNK_BYTES, Entry, damaged, framed, hea
 from shardwise.checkpoint.plain import dumps, loads
 from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
-from shardwise.ticket import Ticket
-from shardwise.tiers import ALIGNMENT, aligned_memory, checksum, reads_direct
-from shardwise.tiers.io import File, IoEngine
+from shardwise.tiers import ALIGNMENT, checksum, reads_direct
+from shardwise.tiers.io import File
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that this rank has moved so far, and with all that it will move."""
-_NUM_BUFFERS = 4  # chunks that are written at once
 _REMEDY = "Use another checkpoint, or copy this one again."
 _VALUES = (f".{MASTER}", f".{VALUE}")  # how the keys of entries with parameters' values end
 _PADDING = "padding."  # prefix of entries without meaning: the format allows no gaps
@@ -65,34 +63,6 @@ class Plan:
 
 def _mark(text: bytes) -> str:
     return f"{checksum(torch.frombuffer(bytearray(text), dtype=torch.uint8)):016x}"
-
-
-class ChunkWriter:
-    """A few buffers through which chunks go to files in the background."""
-
-    def __init__(self, engine: IoEngine) -> None:
-        self._engine = engine
-        self._buffers = [aligned_memory(CHUNK_BYTES) for _ in range(_NUM_BUFFERS)]
-        self._tickets: list[Ticket | None] = [None] * _NUM_BUFFERS
-        self._turn = 0
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory for the next chunk, at most CHUNK_BYTES. Fill it and pass it to `start`."""
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
-        ticket = self._tickets[self._turn]
-        if ticket is not None:
-            ticket.wait()
-        return self._buffers[self._turn][:num_bytes]
-
-    def start(self, file: File, memory: torch.Tensor, place: int) -> None:
-        """Start writing the chunk that `buffer` returned last."""
-        self._tickets[self._turn] = self._engine.start(file, memory, place, writes=True)
-
-    def wait(self) -> None:
-        """Wait until all chunks are written."""
-        for ticket in self._tickets:
-            if ticket is not None:
-                ticket.wait()
 
 
 class Reader:

@@ -1,6 +1,7 @@
 """Who owns which bytes?
 
-Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride`, `row_major`, `same_order` (offset arithmetic);
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride`, `row_major`, `is_row_major`, `same_order`
+(offset arithmetic);
 `find_units`, `join_small`, `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`,
 `UnitDtypes`, `Span`, `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece`
 (Units with memory); `store`, `write_back`, `copy_assigned`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy
@@ -14,7 +15,7 @@ object, with the same shape and name, whether its Unit is gathered or freed.
 
 from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master
 from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter
-from shardwise.partition.layout import Layout, Piece, Slot, make_layout, row_major, same_order, storage_stride
+from shardwise.partition.layout import Layout, Piece, Slot, is_row_major, make_layout, row_major, same_order, storage_stride
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, is_overwrite, name_of
 from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
@@ -59,6 +60,7 @@ __all__ = [
     "find_units",
     "flat_values",
     "is_overwrite",
+    "is_row_major",
     "join_small",
     "list_params",
     "make_layout",

@@ -159,6 +159,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(dense))
 
 
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides lie in row-major order."""
+    return same_order(shape, stride, row_major(shape))
+
+
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two strides put the elements of a shape in the same order."""
     return all(a == b for extent, a, b in zip(shape, one, other, strict=True) if extent > 1) or 0 in shape
