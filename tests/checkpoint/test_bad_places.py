@@ -425,8 +425,7 @@ def half_read(directory: str, whose: int, transport: str) -> tuple[str, str, lis
     def broken(*_: Any, **__: Any) -> None:
         raise DiskError(errno.EIO, "reading failed: Input/output error")
 
-    # Verification reads through the readers themselves, the second pass through `parts`.
-    with Patched(load_module.SavedFiles, "parts", broken) if rank() == whose else contextlib.nullcontext():
+    with Patched(load_module.Reader, "read_into", broken) if rank() == whose else contextlib.nullcontext():
         try:
             run.load(Path(directory) / "a")
             text = ""
@@ -460,7 +459,7 @@ def new_states_unread(directory: str) -> tuple[str, bool]:
     def broken(*_: Any, **__: Any) -> None:
         raise DiskError(errno.EIO, "reading failed: Input/output error")
 
-    with Patched(load_module.SavedFiles, "parts", broken) if rank() == 1 else contextlib.nullcontext():
+    with Patched(load_module.Reader, "read_into", broken) if rank() == 1 else contextlib.nullcontext():
         try:
             run.load(Path(directory) / "a")
             text = ""

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from shardwise.checkpoint.plain import decode, dumps, encode, loads
 from shardwise.checkpoint.tensor_file import Plan, Reader
 from shardwise.checkpoint.writer import InMemory, Writer
 from shardwise.errors import CheckpointError, DiskError
-from shardwise.partition import make_layout
-from shardwise.tiers import aligned_memory
+from shardwise.partition import make_layout, row_major
+from shardwise.tiers import ALIGNMENT, aligned_memory, aligned_zeros
 from shardwise.tiers.io import File, make_engine
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -131,12 +132,48 @@ def test_any_reader_opens_the_file_and_every_range_can_be_read(tmp_path: Path) -
         for _ in range(6):
             start = rng.randrange(values.numel() + 1)
             numel = rng.randrange(values.numel() - start + 1)
-            found = [part.clone() for _, part in reader.read(key, start, numel, again=rng.random() < 0.5)]
+            found = [part.clone() for _, part in reader.read(key, start, numel)]
             assert torch.equal(torch.cat([*found, values[:0]]), values[start : start + numel])
         with pytest.raises(CheckpointError, match="are needed"):
             list(reader.read(key, 0, values.numel() + 1))
     reader.close()
     chunks.close()
+
+
+@pytest.mark.parametrize("directory", ["a disk", "/dev/shm"])
+def test_ranges_are_read_into_vectors_of_any_alignment_and_dtype(directory: str, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    place = Path(tempfile.mkdtemp(dir=directory)) if directory == "/dev/shm" else tmp_path
+    path = place / "file.safetensors"
+    block = ALIGNMENT // 4
+    values = torch.randn(3 * CHUNK_BYTES // 4 + 5 * block + 7)
+    write(path, {"whole": values, "blocks": values[: -7 - block]})
+    chunks = Chunks()
+    reader = Reader(path, chunks)
+    try:
+        for _ in range(40):
+            key = rng.choice(["whole", "blocks"])
+            length = reader.entries[key].numel
+            start = rng.choice([0, block, 3, rng.randrange(length), CHUNK_BYTES // 4])
+            numel = rng.choice([length - start, rng.randrange(length - start + 1)])
+            dtype = rng.choice([torch.float32, torch.float32, torch.float64])
+            shift = rng.choice([0, start % block, 5])  # with the second one chunks lie in memory as in the file
+            around = aligned_memory((shift + numel + 9) * dtype.itemsize)[: (shift + numel + 9) * dtype.itemsize].view(dtype)
+            around.fill_(-1)
+            moved: list[int] = []
+            reader.read_into(key, start, around[shift : shift + numel], moved.append)
+            assert torch.equal(around[shift : shift + numel], values[start : start + numel].to(dtype))
+            assert bool((around[:shift] == -1).all()) and bool((around[shift + numel :] == -1).all())
+            assert sum(moved) == 4 * numel
+        with open(path, "r+b") as file:  # the last byte of the second chunk
+            file.seek(reader._data_start + 2 * CHUNK_BYTES - 1)
+            file.write(b"\xff\xff")
+        with pytest.raises(CheckpointError, match=f"bytes {CHUNK_BYTES} to {2 * CHUNK_BYTES} of entry 'whole'"):
+            reader.read_into("whole", 0, aligned_zeros(values.numel(), values.dtype, values.device), moved.append)
+    finally:
+        reader.close()
+        chunks.close()
+        shutil.rmtree(place)
 
 
 # -- the manifest ------------------------------------------------------------------------------------------------------
@@ -145,10 +182,11 @@ def test_any_reader_opens_the_file_and_every_range_can_be_read(tmp_path: Path) -
 def test_places_follow_from_the_layout() -> None:
     rng = random.Random(5)
     for _ in range(200):
-        shapes = [(f"p{n}", (rng.randrange(1, 40), rng.randrange(1, 9)), ()) for n in range(rng.randrange(1, 7))]
+        sizes = [(rng.randrange(1, 40), rng.randrange(1, 9)) for _ in range(rng.randrange(1, 7))]
+        shapes = [(f"p{n}", size, row_major(size)) for n, size in enumerate(sizes)]
         world = rng.randrange(1, 9)
         layout = make_layout(shapes, 4, world)
-        params = {name: SavedParam(shape, (), "float32", True) for name, shape, _ in shapes}
+        params = {name: SavedParam(shape, stride, "float32", True) for name, shape, stride in shapes}
         vector = SavedVector(tuple(s.name for s in layout.slots), tuple(s.offset for s in layout.slots), layout.shard_numel)
         manifest = Manifest.from_bytes(Manifest("id", world, 3, params, [vector], {}).to_bytes(), "it")
         flat = torch.arange(layout.numel)
@@ -247,13 +285,32 @@ def _mutate_manifest(rng: random.Random, path: Path, *, keeps_checksum: bool) ->
             (fields["content"], "vectors"), (fields["content"], "params"), (fields["content"]["vectors"][0], 1),
             (fields["content"]["vectors"][0], 2), (fields["content"]["vectors"][0], 0),
             (fields["content"]["params"], "first.weight"), (fields["content"]["params"]["first.weight"], 0),
-            (fields["content"]["params"]["first.weight"], 2), (fields["content"], "others"),
+            (fields["content"]["params"]["first.weight"], 1), (fields["content"]["params"]["first.weight"], 2),
+            (fields["content"], "others"),
         ]
     )  # fmt: skip
     place[key] = rng.choice([-1, 0, 10**30, "../../etc/passwd", None, [], {}, [[]], True, 1 << 62, [1 << 62] * 3, {"$": "int"}])
     if keeps_checksum and isinstance(fields["content"], dict):
         fields["checksum"] = module._mark(fields["content"])
     (path / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("stride", [[1 << 40, 1], [0, 1], [1, 1], [7], [7, 1, 1], [14, 2]])
+def test_strides_that_do_not_fill_memory_are_refused(tmp_path: Path, stride: list[int]) -> None:
+    from shardwise.checkpoint import manifest as module
+
+    run, _, _ = small_run(0)
+    run.save(tmp_path / "saved")
+    fields = json.loads((tmp_path / "saved/manifest.json").read_text())
+    fields["content"]["params"]["first.weight"][1] = stride
+    fields["checksum"] = module._mark(fields["content"])
+    (tmp_path / "saved/manifest.json").write_text(json.dumps(fields))
+    plain = Small()
+    before = plain.first.weight.detach().clone()
+    for load in (run.load, lambda path: sw.load_pretrained(plain, path), read_manifest):
+        with pytest.raises(CheckpointError, match=r"contradicts itself: .*strides"):
+            load(tmp_path / "saved")
+    assert torch.equal(plain.first.weight, before)
 
 
 @pytest.mark.parametrize("number", [250, pytest.param(5000, marks=pytest.mark.slow)])

@@ -1,6 +1,6 @@
 """A few chunks of a checkpoint's files in memory: those that were used last, and the next ones, which are being read meanwhile.
 
-What will be read again goes through the page cache, by one thread, so that the kernel reads ahead; everything else goes past it.
+They are read past the page cache where the file system can; elsewhere by one thread, so that the kernel reads ahead.
 """
 
 from __future__ import annotations
@@ -50,15 +50,19 @@ class Chunks:
                 oldest.ticket.wait()
             self._free.append(oldest.memory)
         memory = self._free.pop()
-        if is_direct not in self._engines:
-            self._engines[is_direct] = make_engine() if is_direct else make_engine(num_threads=1, block_bytes=CHUNK_BYTES)
         target = memory[: aligned(num_bytes) if is_direct else num_bytes]
         try:
-            self._held[key] = _Chunk(memory, self._engines[is_direct].start(file, target, place, writes=False))
+            self._held[key] = _Chunk(memory, self.read(file, target, place, is_direct=is_direct))
         except BaseException:
             self._free.append(memory)
             raise
         return True
+
+    def read(self, file: File, memory: torch.Tensor, place: int, *, is_direct: bool) -> Ticket:
+        """Start to read bytes into memory of the caller's."""
+        if is_direct not in self._engines:
+            self._engines[is_direct] = make_engine() if is_direct else make_engine(num_threads=1, block_bytes=CHUNK_BYTES)
+        return self._engines[is_direct].start(file, memory, place, writes=False)
 
     def get(self, key: Key, num_bytes: int) -> torch.Tensor:
         """The bytes of a chunk that was started, valid until others are asked for."""

@@ -49,6 +49,10 @@ class Entry:
         """How many checksums it has in a file of ours."""
         return -(-self.num_bytes // CHUNK_BYTES)
 
+    def chunk_bytes(self, number: int) -> int:
+        """Length of what one checksum covers; the last may be shorter than the others."""
+        return min(CHUNK_BYTES, self.num_bytes - number * CHUNK_BYTES)
+
 
 class Header(NamedTuple):
     """What a header says."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,7 +70,6 @@ def load(
     try:
         paths = try_together(runtime.world, prepare, f"{source.path} was not loaded, and nothing was changed")
         require_same_path(paths, "load")
-        source.begin_changes()
         others = source.others
         restoring(None if others["groups"] is None else source.states)
         subject.restore(others)
@@ -86,6 +85,20 @@ def load(
         source.close()
 
 
+class _Together(NamedTuple):
+    """Elements that lie together in an entry of a rank's file, from `start` on, and in a vector of the run's, from `at` on."""
+
+    rank: int
+    key: str
+    start: int
+    at: int
+    numel: int
+
+    def ends_at(self, other: _Together) -> bool:
+        """Whether another one follows in both."""
+        return (self.rank, self.key, self.start + self.numel, self.at + self.numel) == other[:4]
+
+
 class _Source:
     """The files of one checkpoint, as a run reads them."""
 
@@ -96,7 +109,6 @@ class _Source:
         self._num_moved = self._num_bytes = 0
         self._files: SavedFiles | None = None
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
-        self._is_verified = False  # whether what is read now has been read and verified before
         self.left_out: tuple[str, ...] = ()
         self.others: dict[str, Any]
         self.states: dict[str, dict[str, Any]] = {}
@@ -136,8 +148,8 @@ class _Source:
                 self._num_bytes += num_bytes  # it is verified first
                 replaced.append((segment.rank, entry_key(segment.number, kind), segment.start, segment.numel))
         for segment_rank, key, start, numel in sorted(replaced):  # as they lie in the files
-            for _, values in self.files.reader(segment_rank).read(key, start, numel, again=True):
-                self._advance(values)
+            for _, values in self.files.reader(segment_rank).read(key, start, numel):
+                self._advance(values.numel() * values.element_size())
         rank = self._subject.runtime.world.shard.rank
         if self.manifest.world_size == self._subject.runtime.world.shard.size:
             for key in self.files.reader(rank).entries:
@@ -210,30 +222,40 @@ class _Source:
     def _reader(self, segment: Segment) -> Reader:
         return self.files.reader(segment.rank)
 
-    def _advance(self, values: torch.Tensor) -> None:
-        self._num_moved += values.numel() * values.element_size()
+    def _advance(self, num_bytes: int) -> None:
+        self._num_moved += num_bytes
         if self._progress is not None:
             self._progress(self._num_moved, self._num_bytes)
 
     # -- read by Restoring ------------------------------------------------------------------------------------
 
-    def begin_changes(self) -> None:
-        """From now on only what was verified is read, and it goes into the run."""
-        self._is_verified = True
-
     def has(self, unit: Unit, piece: Piece) -> bool:
         """Whether the checkpoint has the parameter of a Piece."""
         return unit.layout.slots[piece.slot_index].name in self.manifest.params
 
-    def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read elements of a Piece, of its value or of an optimizer state, into `out`, in its dtype."""
-        if not self.has(unit, piece):
-            return
-        name, start = unit.layout.slots[piece.slot_index].name, piece.param_start
-        kind = kind or self.files.value_kind(name)
-        for at, values in self.files.parts(name, kind, start, piece.numel, again=self._is_verified):
-            out[at - start : at - start + values.numel()].copy_(values)
-            self._advance(values)
+    def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
+        """Read Pieces, their values or an optimizer state, to where they lie in `vector`, in its dtype."""
+        for run in self._runs(unit, pieces, kind):
+            self.files.reader(run.rank).read_into(run.key, run.start, vector[run.at : run.at + run.numel], self._advance)
+
+    def _runs(self, unit: Unit, pieces: Iterable[Piece], kind: str | None) -> Iterator[_Together]:
+        """Where Pieces lie in files and in the vector; neighbours in both are one."""
+        last: _Together | None = None
+        for piece in pieces:
+            name = unit.layout.slots[piece.slot_index].name
+            if name not in self.manifest.params:
+                continue
+            for segment in self.manifest.locate(name, piece.param_start, piece.numel):
+                key = entry_key(segment.number, kind or self.files.value_kind(name))
+                found = _Together(segment.rank, key, segment.start, piece.shard_start + segment.at, segment.numel)
+                if last is not None and last.ends_at(found):
+                    last = last._replace(numel=last.numel + found.numel)
+                    continue
+                if last is not None:
+                    yield last
+                last = found
+        if last is not None:
+            yield last
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype in which a long optimizer state of a Piece was saved."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from shardwise.checkpoint.plain import DTYPES, dumps, loads
 from shardwise.errors import CheckpointError
+from shardwise.partition import storage_stride
 from shardwise.tiers.checksum import checksum
 
 FORMAT = "shardwise checkpoint"
@@ -166,9 +168,10 @@ def _check(found: Manifest) -> None:
             if name in seen or name not in found.params:
                 raise ValueError(f"parameter {name!r} is {'in two vectors' if name in seen else 'not described'}")
             seen.add(name)
-            numel = 1
-            for extent in found.params[name].shape:
-                numel *= extent
+            shape, stride, *_ = found.params[name]
+            if len(shape) != len(stride) or storage_stride(shape, stride) != stride:
+                raise ValueError(f"parameter {name!r} of shape {shape} has strides {stride}")
+            numel = math.prod(shape)
             if offset < at:
                 raise ValueError(f"parameter {name!r} overlaps with another one in vector {number}")
             at = offset + numel

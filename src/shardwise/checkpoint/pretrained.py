@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -42,10 +43,11 @@ class Arriving:
         """Whether the parameter of a Piece is among the weights."""
         return unit.layout.slots[piece.slot_index].name in self._matching.names
 
-    def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read elements of a Piece's value into `out`; rounded to the parameter's own dtype, as if it had been loaded there."""
-        slot = unit.layout.slots[piece.slot_index]
-        self.read_range(slot.name, slot, slot.start + piece.param_start, out, unit.dtypes.original)
+    def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
+        """Read Pieces' values to where they lie in `vector`, rounded to the parameters' dtype, as if loaded there."""
+        for piece in pieces:
+            slot, out = unit.layout.slots[piece.slot_index], vector[piece.shard_start : piece.shard_start + piece.numel]
+            self.read_range(slot.name, slot, slot.start + piece.param_start, out, unit.dtypes.original)
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """Never asked: there are no optimizer states."""

@@ -7,7 +7,7 @@ model, world size and layout; another one is refused on all ranks, with nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -160,10 +160,12 @@ class _Ranges:
         """Always: another model's dict was refused."""
         return True
 
-    def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Copy the elements of a Piece into `out`."""
-        name = _name(unit, piece)
-        out.copy_(self._state["values"][name] if kind is None else self._state["states"][name][kind][1])
+    def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
+        """Copy the elements of Pieces to where they lie in `vector`."""
+        for piece in pieces:
+            name = _name(unit, piece)
+            found = self._state["values"][name] if kind is None else self._state["states"][name][kind][1]
+            vector[piece.shard_start : piece.shard_start + piece.numel].copy_(found)
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype of a long optimizer state."""

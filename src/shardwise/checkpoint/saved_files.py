@@ -66,14 +66,11 @@ class SavedFiles:
         """The kind of the entries with a parameter's value."""
         return MASTER if self.manifest.params[name].is_trainable else VALUE
 
-    def parts(self, name: str, kind: str, start: int, numel: int, *, again: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, values) of elements [start, start + numel) of a parameter; each is valid until the next one.
-
-        `again`: they are read twice, so that they go through the page cache.
-        """
+    def parts(self, name: str, kind: str, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of elements [start, start + numel) of a parameter; each is valid until the next one."""
         for segment in self.manifest.locate(name, start, numel):
             key = entry_key(segment.number, kind)
-            for at, values in self.reader(segment.rank).read(key, segment.start, segment.numel, again=again):
+            for at, values in self.reader(segment.rank).read(key, segment.start, segment.numel):
                 yield start + segment.at + at - segment.start, values
 
     def stored(self, key: str) -> torch.Tensor:

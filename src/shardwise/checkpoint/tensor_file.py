@@ -19,6 +19,7 @@ from shardwise.checkpoint.header import CHUNK_BYTES, Entry, damaged, framed, hea
 from shardwise.checkpoint.plain import dumps, loads
 from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
+from shardwise.ticket import Ticket
 from shardwise.tiers import ALIGNMENT, checksum, reads_direct
 from shardwise.tiers.io import File
 
@@ -111,32 +112,80 @@ class Reader:
             found[key] = [int(digits[at : at + 16], 16) for at in range(0, len(digits), 16)]
         return data_start, metadata, named, found
 
-    def read(self, key: str, start: int, numel: int, *, again: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+    def read(self, key: str, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, values) of the parts of elements [start, start + numel); each is valid until the next one is asked for.
 
-        Whole chunks are read, the next ones meanwhile, and compared with their checksums. `again`: they will be read once more.
+        Whole chunks are read, the next ones meanwhile, and compared with their checksums.
         """
+        for number in self._numbers(key, start, numel):
+            for ahead, at in itertools.islice(self._from(key, number), 1 + NUM_AHEAD):
+                self._start(ahead, at)
+            yield self._part(key, number, start, numel)
+
+    def read_into(self, key: str, start: int, out: torch.Tensor, advance: Callable[[int], None]) -> None:
+        """Read elements from `start` on into the flat vector `out`, in its dtype; `advance` is called with numbers of bytes.
+
+        Chunks that can be read to where they stay are, all at once, and are compared with their checksums there.
+        """
+        straight: dict[int, tuple[torch.Tensor, Ticket]] = {}
+        numbers = self._numbers(key, start, out.numel())
+        try:
+            for number in numbers:
+                file, place = self._place(key, number)
+                memory = self._room(key, number, start, out, is_direct=file is self._direct)
+                if memory is not None:
+                    straight[number] = memory, self._chunks.read(file, memory, place, is_direct=file is self._direct)
+            others = [number for number in numbers if number not in straight]
+            if straight:  # the others are the first and the last at most
+                for number in others:
+                    self._start(key, number)
+            for number, (memory, ticket) in straight.items():
+                ticket.wait()
+                self._verify(key, number, memory)
+                advance(len(memory))
+            parts = (self._part(key, number, start, out.numel()) for number in others)
+            for at, values in parts if straight else self.read(key, start, out.numel()):
+                out[at - start : at - start + values.numel()].copy_(values)
+                advance(values.numel() * values.element_size())
+        finally:
+            for _, ticket in straight.values():
+                with contextlib.suppress(OSError):  # raised where it was waited for
+                    ticket.wait()
+
+    def _numbers(self, key: str, start: int, numel: int) -> range:
+        """The chunks in which elements [start, start + numel) lie."""
         entry = self.entries[key]
         if start < 0 or start + numel > entry.numel:
             raise self._damaged(f"elements {start} to {start + numel} of entry {key!r} are needed, it has {entry.numel}")
         size = entry.dtype.itemsize
-        for number in range(start * size // CHUNK_BYTES, -(-(start + numel) * size // CHUNK_BYTES)):
-            memory = self._chunk(key, entry, number, again=again)
-            first = number * CHUNK_BYTES // size
-            low, high = max(start, first), min(start + numel, first + len(memory) // size)
-            if low < high:
-                yield low, memory.view(entry.dtype)[low - first : high - first]
+        return range(start * size // CHUNK_BYTES, -(-(start + numel) * size // CHUNK_BYTES) if numel else 0)
 
-    def _chunk(self, key: str, entry: Entry, number: int, *, again: bool) -> torch.Tensor:
-        for ahead, at in itertools.islice(self._from(key, number), 1 + NUM_AHEAD):
-            self._start(ahead, at, again=again)
-        at = number * CHUNK_BYTES
-        memory = self._chunks.get((self, key, number), min(CHUNK_BYTES, entry.num_bytes - at))
+    def _part(self, key: str, number: int, start: int, numel: int) -> tuple[int, torch.Tensor]:
+        """(first element, values) of what a chunk that was started has of elements [start, start + numel)."""
+        entry = self.entries[key]
+        memory = self._chunks.get((self, key, number), entry.chunk_bytes(number))
         if (key, number) not in self._verified:
-            if checksum(memory) != self._sums[key][number]:
-                raise self._damaged(f"bytes {at} to {at + len(memory)} of entry {key!r} do not have the checksum that was saved")
+            self._verify(key, number, memory)
             self._verified.add((key, number))
-        return memory
+        first = number * CHUNK_BYTES // entry.dtype.itemsize
+        low, high = max(start - first, 0), start + numel - first
+        return first + low, memory.view(entry.dtype)[low:high]
+
+    def _room(self, key: str, number: int, start: int, out: torch.Tensor, *, is_direct: bool) -> torch.Tensor | None:
+        """The bytes of `out` where a chunk belongs that is read from `start` on; None if it must go by way of a buffer."""
+        entry = self.entries[key]
+        if out.dtype != entry.dtype or out.device.type != "cpu":
+            return None
+        at, length = number * CHUNK_BYTES - start * entry.dtype.itemsize, entry.chunk_bytes(number)
+        if at < 0 or at + length > out.numel() * entry.dtype.itemsize:
+            return None
+        memory = out.view(torch.uint8)[at : at + length]
+        return None if is_direct and (memory.data_ptr() % ALIGNMENT or length % ALIGNMENT) else memory
+
+    def _verify(self, key: str, number: int, memory: torch.Tensor) -> None:
+        if checksum(memory) != self._sums[key][number]:
+            at = number * CHUNK_BYTES
+            raise self._damaged(f"bytes {at} to {at + len(memory)} of entry {key!r} do not have the checksum that was saved")
 
     def _from(self, key: str | None, number: int) -> Iterator[tuple[str, int]]:
         """The chunks from one on in the order in which they are usually read: values of all vectors, or their states."""
@@ -145,13 +194,16 @@ class Reader:
                 yield key, at
             key, number = self._next.get(key), 0
 
-    def _start(self, key: str, number: int, *, again: bool) -> None:
-        entry, at = self.entries[key], number * CHUNK_BYTES
-        place = self._data_start + entry.start + at
-        file = self._file if again or self._direct is None or place % ALIGNMENT else self._direct
-        length = min(CHUNK_BYTES, entry.num_bytes - at)
+    def _start(self, key: str, number: int) -> None:
+        file, place = self._place(key, number)
+        length = self.entries[key].chunk_bytes(number)
         if self._chunks.start((self, key, number), file, place, length, is_direct=file is self._direct):
             self._verified.discard((key, number))
+
+    def _place(self, key: str, number: int) -> tuple[File, int]:
+        """How a chunk is read, and where it begins."""
+        place = self._data_start + self.entries[key].start + number * CHUNK_BYTES
+        return (self._file if self._direct is None or place % ALIGNMENT else self._direct), place
 
     def verify(self, key: str, start: int, numel: int) -> None:
         """Read a range and compare it with its checksums."""

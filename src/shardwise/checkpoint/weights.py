@@ -119,7 +119,7 @@ class _SavedWeights(Weights):
         if name in self._buffers:
             yield start, self._buffers[name].view(-1)[start : start + numel]
         else:
-            yield from self._files.parts(name, self._files.value_kind(name), start, numel, again=True)  # verified before
+            yield from self._files.parts(name, self._files.value_kind(name), start, numel)
 
     def verify(self, name: str, stride: tuple[int, ...], start: int, numel: int) -> None:
         """Read it; every chunk is compared with its checksum."""

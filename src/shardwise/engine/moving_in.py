@@ -6,7 +6,7 @@ model is; a Unit's whole states are released as soon as it has its shards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,12 +111,15 @@ class MovingIn:
         """Whether the optimizer has brought states of the parameter of a Piece."""
         return unit.layout.slots[piece.slot_index].name in self.states
 
-    def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Copy the elements of a Piece of a long state into `out`."""
+    def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
+        """Copy a long state of Pieces to where they lie in `vector`."""
         assert kind is not None, "values do not move in: the parameters have them"
-        slot = unit.layout.slots[piece.slot_index]
-        values = flat_values(self._long[slot.name][kind], slot.stride)
-        out.copy_(values[piece.param_start : piece.param_start + piece.numel])
+        for piece in pieces:
+            slot = unit.layout.slots[piece.slot_index]
+            values = flat_values(self._long[slot.name][kind], slot.stride)
+            vector[piece.shard_start : piece.shard_start + piece.numel].copy_(
+                values[piece.param_start : piece.param_start + piece.numel]
+            )
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
         """The dtype to keep a long state in: that of the masters if it had that of its parameter."""

@@ -7,7 +7,7 @@ between two fences.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from shardwise.engine.survivors import LONG, Survivors
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit, publish_master
+from shardwise.tiers import aligned_zeros
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -26,10 +27,10 @@ class Saved(Protocol):
     def has(self, unit: Unit, piece: Piece) -> bool:
         """Whether the parameter of a Piece was saved."""
 
-    def read(self, unit: Unit, piece: Piece, kind: str | None, out: torch.Tensor) -> None:
-        """Read the elements of a Piece into `out`: of its value (kind None) or of a long optimizer state.
+    def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
+        """Read Pieces to their places in a vector like the Unit's shard: values (kind None) or a long optimizer state.
 
-        Nothing is read if the parameter was not saved.
+        Nothing is read of parameters that were not saved.
         """
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:
@@ -92,8 +93,7 @@ class Restoring:
         is_new = all(self._saved.has(unit, piece) for piece in pieces)  # nothing has to be fetched first
         with self._runtime.offload.on_device(unit, keeps_changes=True, is_new=is_new):
             target = unit.master if unit.is_trainable else unit.shard
-            for piece in pieces:
-                self._saved.read(unit, piece, None, target[piece.shard_start : piece.shard_start + piece.numel])
+            self._saved.read(unit, pieces, None, target)
             if unit.is_trainable:
                 publish_master(unit)
 
@@ -156,25 +156,27 @@ class Restoring:
             updates = [update for update, saved in named if saved is not None and saved.get(kind) is LONG]
             if updates:
                 with stream.on_device(unit, kind, keeps_changes=True, is_new=len(updates) == len(named)) as vector:
-                    for update in updates:
-                        self._saved.read(unit, update.bounds, kind, vector[update.range])
+                    self._saved.read(unit, [update.bounds for update in updates], kind, vector)
         return [
             None if saved is None else {kind: self._counted(kind, value) for kind, value in saved.items() if value is not LONG}
             for _, saved in named
         ]
 
     def _read_all(self, unit: Unit, wanted: Sequence[tuple[Piece, Mapping[str, Any] | None]]) -> list[dict[str, Any] | None]:
-        """The states of Pieces in memory of their own: one kind after the other, as a file has them."""
+        """The states of Pieces in new memory: one vector for each kind, as a file has them, of which every Piece has its part."""
         found: list[dict[str, Any] | None] = []
-        for _, saved in wanted:
+        vectors: dict[tuple[str, torch.dtype], list[tuple[Piece, dict[str, Any]]]] = {}
+        for piece, saved in wanted:
             state = None if saved is None else {kind: copy.deepcopy(self._counted(kind, value)) for kind, value in saved.items()}
             found.append(state)
-        for kind in dict.fromkeys(kind for _, saved in wanted for kind, value in (saved or {}).items() if value is LONG):
-            for (piece, saved), state in zip(wanted, found, strict=True):
-                if state is not None and saved is not None and saved.get(kind) is LONG:
-                    dtype = self._saved.dtype_of(unit, piece, kind)
-                    state[kind] = torch.empty(piece.numel, dtype=dtype, device=unit.blueprint.device)
-                    self._saved.read(unit, piece, kind, state[kind])
+            for kind in (kind for kind, value in (saved or {}).items() if value is LONG):
+                assert state is not None
+                vectors.setdefault((kind, self._saved.dtype_of(unit, piece, kind)), []).append((piece, state))
+        for (kind, dtype), parts in vectors.items():
+            vector = aligned_zeros(max(piece.shard_start + piece.numel for piece, _ in parts), dtype, unit.blueprint.device)
+            self._saved.read(unit, [piece for piece, _ in parts], kind, vector)
+            for piece, state in parts:
+                state[kind] = vector[piece.shard_start : piece.shard_start + piece.numel]
         return found
 
     def _counted(self, kind: str, value: Any) -> Any:
