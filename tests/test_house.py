@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 
 import shardwise
-from shardwise.config import LossScale, Offload, Precision, ShardConfig
+from shardwise.config import Activations, LossScale, Offload, Precision, ShardConfig
 
 SOURCE = Path(shardwise.__file__).parent
 LAYERS = [
@@ -82,8 +82,8 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "load_pretrained", "shard",
-        "sharded_init",
+        "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "load_pretrained",
+        "shard", "sharded_init",
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [
@@ -99,10 +99,11 @@ def test_public_surface() -> None:
 def test_config_fields_are_pinned() -> None:
     assert [f.name for f in dataclasses.fields(ShardConfig)] == [
         "stage", "precision", "units", "max_unit_bytes", "min_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods",
-        "offload", "buffers", "transport", "timeout_s",
+        "offload", "activations", "buffers", "transport", "timeout_s",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Precision)] == ["param", "compute", "reduce", "master", "loss_scale"]
     assert [f.name for f in dataclasses.fields(Offload)] == [
         "params", "grads", "optimizer", "path", "host_bytes", "step_bytes", "checks",
     ]  # fmt: skip
+    assert [f.name for f in dataclasses.fields(Activations)] == ["checkpoint", "offload", "partition", "bytes", "path"]
     assert [f.name for f in dataclasses.fields(LossScale)] == ["initial", "growth", "backoff", "interval", "minimum"]

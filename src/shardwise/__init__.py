@@ -1,18 +1,19 @@
 """shardwise trains PyTorch models that do not fit in memory: ZeRO stages 0 to 3 for the user's own model, optimizer and loop.
 
 Public names: `shard`, `sharded_init`, `load_pretrained`, `Run`, `Checkpoints`, `Precision`, `LossScale`, `Offload`,
-`ShardwiseError`, `__version__`.
+`Activations`, `ShardwiseError`, `__version__`.
 """
 
 from shardwise.api import load_pretrained, shard, sharded_init
 from shardwise.checkpoint import Checkpoints
-from shardwise.config import LossScale, Offload, Precision
+from shardwise.config import Activations, LossScale, Offload, Precision
 from shardwise.errors import ShardwiseError
 from shardwise.run import Run
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "Checkpoints",
     "LossScale",
     "Offload",

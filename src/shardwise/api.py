@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.activations import apply, choose
 from shardwise.checkpoint import load_into_plain, open_together
 from shardwise.comm import World
-from shardwise.config import Offload, Precision, ShardConfig, UnitRule
+from shardwise.config import Activations, Offload, Precision, ShardConfig, UnitRule
 from shardwise.engine import assemble, constructing, was_built_on_disk
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import innermost
@@ -37,6 +38,7 @@ def shard(
     transport: str = ShardConfig.transport,
     timeout_s: float = ShardConfig.timeout_s,
     offload: Offload | str | None = None,
+    activations: Activations | str | int | None = None,
     mesh: DeviceMesh | None = None,
     **unknown: Any,
 ) -> Run:
@@ -60,6 +62,7 @@ def shard(
             "transport": transport,
             "timeout_s": timeout_s,
             "offload": offload,
+            "activations": activations,
             **unknown,
         }
     )
@@ -73,8 +76,10 @@ def shard(
             "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
             "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
         )
-    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer))
-    run = Run(model, optimizer, config, runtime)
+    chosen = choose(model, config)
+    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also={"modules to compute again": chosen})
+    keeping = None if config.activations is None else apply(model, runtime, config.activations, chosen)
+    run = Run(model, optimizer, config, runtime, keeping)
     model._shardwise_run = run  # type: ignore[assignment]
     return run
 

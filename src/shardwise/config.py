@@ -188,6 +188,63 @@ class Offload:
         raise ConfigError(f"offload={value!r} must be a shardwise.Offload or one of {', '.join(TIERS)}.")
 
 
+@_naming_its_options
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What is kept from forward to backward, and where."""
+
+    checkpoint: str | int | Callable[[str, nn.Module], bool] | None = "units"
+    """Which calls keep their inputs only and are computed again in backward: 'units' (each block that is a Unit), a number k (k
+    blocks that follow each other at once), a function of a module's name and the module, or None (none)."""
+    offload: str = "device"
+    """Where it is kept: 'device', 'host' (one reused range of host memory) or 'disk'. With checkpoint=None: everything large that
+    autograd saves."""
+    partition: Any = False
+    """A process group whose ranks have equal checkpoints (tensor parallelism): each keeps a part. False: every rank keeps its own
+    whole."""
+    bytes: int | None = None
+    """Most bytes of host memory: for 'host' of everything kept there (None: no limit), for 'disk' of what is on its way (None:
+    128 MiB)."""
+    path: str | os.PathLike[str] | None = None
+    """Directory on the disk. None: that of Offload, or the system's for temporary files."""
+
+    def __post_init__(self) -> None:
+        rule = self.checkpoint
+        if isinstance(rule, bool) or not (rule is None or rule == "units" or callable(rule) or isinstance(rule, int)):
+            raise ConfigError(f"Activations: checkpoint={rule!r}; use 'units', a number of blocks, a function, or None.")
+        if isinstance(rule, int) and rule < 1:
+            raise ConfigError(f"Activations: checkpoint={rule} must be at least 1 block.")
+        if self.offload not in TIERS:
+            raise ConfigError(
+                f"Activations: offload={self.offload!r} is not a tier{_nearest(str(self.offload), TIERS)}; use 'device', 'host' "
+                "or 'disk'."
+            )
+        if self.partition is True:
+            raise ConfigError(
+                "Activations: partition=True needs to know the ranks with equal checkpoints. Give their process group: "
+                "partition=group."
+            )
+        if self.partition is not False and not (hasattr(self.partition, "rank") and hasattr(self.partition, "size")):
+            raise ConfigError(f"Activations: partition={self.partition!r} must be a process group or False.")
+        if self.bytes is not None and (isinstance(self.bytes, bool) or not isinstance(self.bytes, int) or self.bytes < 1 << 20):
+            raise ConfigError(f"Activations: bytes={self.bytes!r} must be a whole number of at least {1 << 20} bytes.")
+        if self.bytes is not None and self.offload == "device":
+            raise ConfigError(f"Activations: bytes={self.bytes} is for offload='host' or 'disk'; nothing is moved.")
+        if self.path is not None and self.offload != "disk":
+            raise ConfigError(f"Activations: path={self.path!r} is given, but offload={self.offload!r}. Use offload='disk'.")
+        if rule is None and self.offload == "device" and self.partition is False:
+            raise ConfigError(
+                "Activations: checkpoint=None and offload='device' keep everything as it is. Leave activations out."
+            )
+
+    @staticmethod
+    def of(value: Activations | str | int | None) -> Activations | None:
+        """An Activations, a value for `checkpoint`, or None."""
+        if value is None or isinstance(value, Activations):
+            return value
+        return Activations(checkpoint=value)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """All options of `shard`."""
@@ -210,6 +267,8 @@ class ShardConfig:
     """Further methods (dotted paths below the model) that count as a forward pass, such as 'encode'."""
     offload: Offload = dataclasses.field(default_factory=Offload)
     """Where model states live between their uses."""
+    activations: Activations | None = None
+    """What is kept from forward to backward. None: what autograd saves, where it is."""
     buffers: str = "broadcast"
     """'broadcast': rank 0's buffers are broadcast after each backward, as under DistributedDataParallel; 'local': each rank keeps
     its own."""
@@ -273,6 +332,7 @@ class ShardConfig:
         values = dict(options)
         values["precision"] = Precision.of(values.get("precision"))
         values["offload"] = Offload.of(values.get("offload"))
+        values["activations"] = Activations.of(values.get("activations"))
         methods = values.get("methods", ())
         values["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if isinstance(values.get("units"), list):

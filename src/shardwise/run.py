@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
+from shardwise.activations import Keeping
 from shardwise.comm import Transport
 from shardwise.config import ShardConfig
 from shardwise.engine import Runtime, assemble
@@ -35,9 +36,11 @@ class Run(Reading):
         optimizer: torch.optim.Optimizer | None,
         config: ShardConfig,
         runtime: Runtime,
+        keeping: Keeping | None = None,
     ) -> None:
         super().__init__(model, optimizer, runtime)
         self._activation_bytes = 0
+        self._keeping = keeping
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
         """A `torch.amp.GradScaler` for this model; without `Precision(loss_scale=...)` it scales
         nothing."""
@@ -208,8 +211,9 @@ class Run(Reading):
         units = self._runtime.units
         with saved_activation_bytes(lambda address: any(unit.has_address(address) for unit in units)) as count:
             yield
-        self._activation_bytes = max(self._activation_bytes, count())
-        self.ledger.set(device_tier(self._runtime.world.device), Kind.ACTIVATION, self._activation_bytes)
+        more = max(count() - self._activation_bytes, 0)  # what is kept to be computed again is counted where it is kept
+        self._activation_bytes += more
+        self.ledger.reserve(device_tier(self._runtime.world.device), Kind.ACTIVATION, more)
 
     def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
         """Bytes per rank that the memory formula predicts for this model and configuration."""
@@ -272,6 +276,8 @@ class Run(Reading):
         with contextlib.suppress(ShardwiseError):  # a failed run has nothing left to settle
             self._runtime.gathering.settle()
         self._runtime.transport.close()
+        if self._keeping is not None:
+            self._keeping.close()
         self._runtime.offload.close()
         if unsaved is not None and unsaved.failure is not None and not unsaved.was_told:
             unsaved.was_told = True

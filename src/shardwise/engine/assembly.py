@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Reservation, Transport, World, make_transport
-from shardwise.config import ShardConfig
+from shardwise.config import Activations, ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
@@ -54,10 +55,12 @@ def assemble(
     config: ShardConfig,
     mesh: DeviceMesh | None,
     admit: Callable[[Sequence[Blueprint]], None],
+    also: Mapping[str, object] = types.MappingProxyType({}),
 ) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
-    `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit.
+    `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit. `also`: what else must be the
+    same on all ranks.
     """
     infos = _check_model(model)
     _number_constructed(infos)
@@ -68,7 +71,7 @@ def assemble(
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
-    _check_ranks_agree(world, config, infos, specs)
+    _check_ranks_agree(world, config, infos, specs, also)
     moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
@@ -238,7 +241,9 @@ def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
         )
 
 
-def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec]) -> None:
+def _check_ranks_agree(
+    world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec], also: Mapping[str, object]
+) -> None:
     """Compare options, names, shapes and values over ranks; name the first difference."""
     mine = {
         "options": repr(
@@ -253,6 +258,7 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
                 config.buffers,
                 config.methods,
                 dataclasses.replace(config.offload, path=None),
+                _comparable(config.activations),
             )
         ),
         "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
@@ -260,12 +266,16 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
             (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
             for info in infos
         ],
+        "also": dict(also),
     }
     everyone = world.gather_objects(mine)
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if other["options"] != first["options"]:
             raise RanksDifferError(f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}.")
+        for what, found in other["also"].items():
+            if found != first["also"][what]:
+                raise RanksDifferError(f"rank {rank} has other {what} than rank 0: {found} against {first['also'][what]}.")
         for a, b in zip(first["params"], other["params"], strict=False):
             if a != b:
                 what, ours, theirs = next(t for t in zip(_COMPARED, a, b, strict=True) if t[1] != t[2])
@@ -278,6 +288,13 @@ def _check_ranks_agree(world: World, config: ShardConfig, infos: list[ParamInfo]
             raise RanksDifferError(f"rank 0 has {len(first['params'])} parameters, rank {rank} has {len(other['params'])}.")
         if other["units"] != first["units"]:
             raise RanksDifferError(f"rank {rank} found other Units than rank 0; pass the same units= on every rank.")
+
+
+def _comparable(activations: Activations | None) -> object:
+    if activations is None:
+        return None
+    rule = activations.checkpoint
+    return "a function" if callable(rule) else rule, activations.offload, activations.partition is not False, activations.bytes
 
 
 _COMPARED = ("name", "shape", "dtype", "requires_grad", "values")

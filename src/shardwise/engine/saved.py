@@ -64,6 +64,12 @@ def has_foreign_hooks() -> bool:
     return top is not None and not (isinstance(top[0], _Pack) and top[0].is_outermost)
 
 
+def is_inside_checkpoint() -> bool:
+    """Whether torch's non-reentrant checkpoint forgets what is saved now, to compute it again."""
+    top: Hooks | None = None if _top is None else _top(False)
+    return top is not None and "_checkpoint_hook" in getattr(top[0], "__qualname__", "")
+
+
 class SavedPlaces:
     """Knows the addresses of all full vectors, and installs saved-tensor hooks on top of existing ones."""
 

@@ -5,7 +5,8 @@ Public names: `Ledger`, `Kind`, `Tier`, `device_tier` (bytes per tier and kind, 
 that a freed Unit leaves for the next gather); `DiskFile`, `ALIGNMENT`, `aligned`, `aligned_memory`, `aligned_zeros`,
 `make_direct`, `reads_direct` (one rank's file, read and written in the background by the engine of `io`); `Shelf`, `HostShelf`,
 `DiskShelf`, `QUANTUM`, `whole_quanta`, `is_aligned` (offloaded states of one kind of many Units); `Mover` (copies between host
-and device), `Buffer`, `Buffers` (borrowed for every transfer); `Extents` (free ranges); `Heap` (returns freed memory to the
+and device), `Buffer`, `Buffers` (borrowed for every transfer); `Extents` (free ranges), `Arena` and `Room`
+(ranges that come and go within a step); `Heap` (returns freed memory to the
 system); `checksum`.
 
 Invariants: a FullBuffer keeps one storage object for life, so views saved by autograd are valid again after the next gather.
@@ -13,6 +14,7 @@ Discarding it returns exactly its pages, so resident memory is what the ledger s
 whatever the model's size.
 """
 
+from shardwise.tiers.arena import Arena, Room
 from shardwise.tiers.buffers import Buffer, Buffers
 from shardwise.tiers.checksum import checksum
 from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned, aligned_memory, aligned_zeros, make_direct, reads_direct
@@ -34,6 +36,7 @@ from shardwise.tiers.shelf import QUANTUM, DiskShelf, HostShelf, Shelf, is_align
 __all__ = [
     "ALIGNMENT",
     "QUANTUM",
+    "Arena",
     "Buffer",
     "Buffers",
     "DiskFile",
@@ -47,6 +50,7 @@ __all__ = [
     "Ledger",
     "Mover",
     "OverlaidBuffer",
+    "Room",
     "Shelf",
     "SparePages",
     "Tier",
