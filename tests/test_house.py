@@ -82,8 +82,8 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__", "load_pretrained",
-        "shard", "sharded_init",
+        "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__",
+        "load_pretrained", "shard", "sharded_init",
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [

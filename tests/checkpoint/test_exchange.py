@@ -406,7 +406,7 @@ def _framed(header: dict[str, Any], data: bytes) -> Callable[[Path], None]:
 
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (_missing, r"2 differences: 'bias' is not in the file; 'other' is only in the file. Pass strict=False"),
+    "missing": (_missing, r"2 differences: 'bias' is not in the file; 'other' is only in the file. sw.load_pretrained"),
     "shape": (_shape, r"1 differences: 'weight' has shape \[3, 2\] in the file, \[2, 3\] in the model\.$"),
     "pickle": (_pickle, r"in pytorch_model.bin only: that is a pickle.*save_pretrained"),
     "nothing": (lambda path: None, "there are no weights in it"),

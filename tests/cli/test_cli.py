@@ -19,6 +19,7 @@ import shardwise as sw
 from launching import run_program, run_ranks, without_launcher
 from shardwise.checkpoint import read_manifest
 from shardwise.cli import app
+from shardwise.cli import train as train_module
 from shardwise.cli.corpus import DEFAULT_BYTES, Corpus
 from shardwise.cli.display import display, loss_verdict
 from shardwise.cli.job import Job
@@ -327,3 +328,38 @@ def test_learning_rate_warms_up_and_decays(steps: int) -> None:
     assert factors[:peak] == sorted(factors[:peak])
     assert factors[peak:] == sorted(factors[peak:], reverse=True)
     assert factors[-1] == pytest.approx(0.1)
+
+
+def saved_job(directory: Path, **options: Any) -> Job:
+    return Job(size="tiny", batch=2, sequence=32, checkpoints=directory, **options)
+
+
+def test_checkpoints_of_another_job_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    place = tmp_path / "all"
+    work(saved_job(place, steps=2))
+    (newest,) = sw.Checkpoints(place).all()
+    for job, text in [
+        (
+            saved_job(place, steps=4, seed=9),
+            r"has checkpoints of another job, the newest step-00000002\. Go on with it by --resume",
+        ),
+        (saved_job(newest, steps=4), r"is a checkpoint itself; name the directory that it is in"),
+        (saved_job(newest / "manifest.json" / "x", steps=4), "cannot be written to"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            train_module.train(job)
+    for options, text in [
+        ({"lr": 0.5}, "--lr is 0.5, in the job that is resumed it was 0.001"),
+        ({"seed": 3}, "--seed is 3"),
+        ({"steps": 1}, "--steps 1: the job that is resumed has made 2 steps already"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            work(saved_job(place, **{"steps": 4, "resume": True, **options}))
+    capsys.readouterr()
+    work(saved_job(tmp_path / "none", steps=1, resume=True))
+    assert "there is no checkpoint in" in capsys.readouterr().out
+    assert sw.Checkpoints(place).all() == [newest]

@@ -180,3 +180,23 @@ def own_loop(directory: str, signalled: int) -> tuple[int, bool]:
 def test_a_users_own_loop_stops_on_all_ranks_at_once(pool: Any, tmp_path: Path, signalled: int) -> None:
     assert pool.run(own_loop, str(tmp_path), signalled) == [(4, True), (4, True)]
     assert os.listdir(tmp_path) == ["step-00000004"]
+
+
+def test_ranks_end_with_the_command_that_started_them(launched: Launched, tmp_path: Path) -> None:
+    ranks = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if session_of(pid) == launched.process.pid}
+    assert len(ranks) > 3, "the command, what it forks ranks from, and ranks"
+    os.kill(launched.process.pid, signal.SIGKILL)
+    launched.process.wait(30)
+    deadline = time.monotonic() + 60
+    while any(session_of(pid) == launched.process.pid for pid in ranks):
+        assert time.monotonic() < deadline, "ranks go on training"
+        time.sleep(0.05)
+
+
+def session_of(pid: int) -> int | None:
+    """The session of a process that runs."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[3])

@@ -118,7 +118,7 @@ def test_export_is_what_the_run_exports(pool: RankPool, tmp_path: Path) -> None:
         (("export", "one", "new", "--dtype", "int8"), "dtype int8 cannot be exported"),
         (("export", "one", "new", "--max-file-bytes", "0"), "max_file_bytes=0 must be"),
         (("export", "one", "new", "--config", "config.txt"), "is not valid"),
-        (("export", "one", "new", "--config", "nowhere"), "cannot be opened"),
+        (("export", "one", "new", "--config", "nowhere"), "is not a file"),
         (("export", "damaged", "new"), "do not have the checksum"),
     ],
 )
@@ -137,3 +137,46 @@ def test_mistakes_end_with_one_line(pool: RankPool, tmp_path: Path, args: tuple[
     assert found.exit_code == 2, found.output
     assert message in found.output and found.output.count("\n") == 1, found.output
     assert sorted(os.listdir(tmp_path)) == before, "nothing is left"
+
+
+def with_states(directory: str) -> None:
+    """Checkpoints with equal parameters: of other data, of other extras, and the same again."""
+    for name, shift, note in (("a", 0, 1), ("same", 0, 1), ("data", 5, 1), ("extra", 0, 2)):
+        torch.manual_seed(0)
+        model = CASES["gpt"].build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        run = sw.shard(model, optimizer, stage=2)
+        CASES["gpt"].loss(model, shift).backward()
+        optimizer.step()
+        run.save(f"{directory}/{name}", extra={"note": note, "tensor": torch.ones(2)})
+        run.close()
+
+
+def test_diff_compares_optimizer_states_and_extras(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(with_states, str(tmp_path))
+    assert not diff(tmp_path / "a", tmp_path / "same")
+    data = diff(tmp_path / "a", tmp_path / "data")
+    assert {change.name.partition(", ")[2] for change in data.changes} == {"exp_avg", "exp_avg_sq"} and not data.facts
+    assert diff(tmp_path / "a", tmp_path / "extra").facts == ("extra 'note' differs",)
+    found = invoke("inspect", tmp_path / "a", "--diff", tmp_path / "data")
+    assert found.exit_code == 1 and "exp_avg: " in found.output
+
+
+def test_an_export_in_another_dtype_says_so(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(saved, str(tmp_path / "one"), 1)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "dtype": "float32"}))
+    found = invoke("export", tmp_path / "one", tmp_path / "out", "--dtype", "bfloat16", "--config", tmp_path / "config.json")
+    assert found.exit_code == 0, found.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "x", "dtype": "bfloat16"}
+    found = invoke("export", tmp_path / "one", tmp_path / "out2", "--config", tmp_path / "nowhere")
+    assert found.exit_code != 0 and "is not a file. Name a config.json" in found.output.replace("\n", " ")
+
+
+def test_a_directory_that_is_no_checkpoint_says_what_it_is(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(saved, str(tmp_path / "all" / "step-00000001"), 1)
+    for path, text in (
+        (tmp_path / "all", "the last is step-00000001"),
+        (tmp_path / "all" / "step-00000001-exported", "weights only"),
+    ):
+        found = invoke("inspect", path)
+        assert found.exit_code != 0 and text in " ".join(found.output.split()), found.output

@@ -6,6 +6,7 @@ whose elements do not lie in row-major order is put together in memory first; th
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -20,7 +21,7 @@ from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.header import open_regular
 from shardwise.checkpoint.hub_files import MAX_FILE_BYTES, HubPlan, HubWriter
 from shardwise.checkpoint.manifest import FILE_NAME, SavedVector, entry_key
-from shardwise.checkpoint.plain import DTYPES, decode, loads
+from shardwise.checkpoint.plain import DTYPES, decode, dtype_name, loads
 from shardwise.checkpoint.saved_files import SavedFiles
 from shardwise.errors import CheckpointError, DiskError
 from shardwise.partition import is_row_major
@@ -46,7 +47,7 @@ def export_checkpoint(
     try:
         files = SavedFiles(path)
         plan = HubPlan(_tensors(files, dtype), max_file_bytes)
-        documents = {} if config is None else _documents(Path(os.path.abspath(config)))
+        documents = {} if config is None else _documents(Path(os.path.abspath(config)), dtype)
         with claimed(goal, place):
             require_room(place, plan.num_bytes)
             plan.create(place, documents)
@@ -143,18 +144,25 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
                     waiting.pop(0)
 
 
-def _documents(path: Path) -> dict[str, bytes]:
-    """The configuration files to copy, by name."""
+def _documents(path: Path, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """The configuration files to copy, by name. `dtype`: what values are rounded to, which the configuration says too."""
     if path.is_dir():
         found = {"config.json": path / "config.json"}
         if (path / "generation_config.json").exists():
             found["generation_config.json"] = path / "generation_config.json"
     else:
         found = {"config.json": path}
-    return {name: _read_config(file) for name, file in found.items()}
+    texts = {name: _read_config(file) for name, file in found.items()}
+    if dtype is not None:
+        fields = json.loads(texts["config.json"])
+        fields |= {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if key in fields} or {"dtype": dtype_name(dtype)}
+        texts["config.json"] = json.dumps(fields, indent=2).encode()
+    return texts
 
 
 def _read_config(path: Path) -> bytes:
+    if not path.is_file():
+        raise CheckpointError(f"config={path} is not a file. Name a config.json, or a directory that has one.")
     with os.fdopen(open_regular(Path(os.path.realpath(path))), "rb") as file:
         text = file.read(_MAX_CONFIG_BYTES + 1)
     if len(text) > _MAX_CONFIG_BYTES or not isinstance(loads(text, str(path), allows_floats=True), dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from shardwise.checkpoint.plain import decode
 from shardwise.checkpoint.saved_files import SavedFiles
 from shardwise.checkpoint.subject import Subject
 from shardwise.checkpoint.weights import Weights, open_weights
-from shardwise.engine import MASTER, VALUE
+from shardwise.engine import LONG, MASTER, VALUE
 from shardwise.errors import CheckpointError
 
 
@@ -92,7 +92,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 
 class Change(NamedTuple):
-    """A parameter or buffer whose values differ."""
+    """A parameter, buffer or optimizer state whose values differ."""
 
     name: str
     largest: float
@@ -113,12 +113,13 @@ class Difference:
 
 
 def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> Difference:
-    """Compare two checkpoints: what they contain, and the values of parameters and buffers of the same shape."""
+    """Compare two checkpoints: what they contain, and the values of parameters, buffers and optimizer states of one shape."""
     with _Opened(path) as one, _Opened(other) as two:
         facts = [*_differing_facts(one.files, two.files), *_differing_tensors(one.weights, two.weights)]
         common = [name for name in one.weights.tensors if name in two.weights.tensors]
         same_shape = [name for name in common if one.weights.tensors[name].shape == two.weights.tensors[name].shape]
-        found = [_compare(one.weights, two.weights, name) for name in same_shape]
+        found = [_compare(*_reading(one.weights, two.weights, name)) for name in same_shape]
+        found += _changed_states(one.files, two.files, same_shape, facts)
     return Difference(tuple(facts), tuple(change for change in found if change is not None))
 
 
@@ -136,6 +137,11 @@ def _differing_facts(one: SavedFiles, two: SavedFiles) -> Iterator[str]:
     for what, a, b in pairs:
         if repr(a) != repr(b):
             yield f"{what}: {a} against {b}"
+    for key in sorted(mine["extra"].keys() | theirs["extra"].keys()):
+        if not _is_same(mine["extra"].get(key), theirs["extra"].get(key)):
+            yield f"extra {key!r} differs"
+    if not _is_same(mine["scheduler"], theirs["scheduler"]):
+        yield "the scheduler's state differs"
     for name in sorted(one.manifest.params.keys() & two.manifest.params.keys()):
         flags = [files.manifest.params[name].is_trainable for files in (one, two)]
         if flags[0] != flags[1]:
@@ -153,16 +159,79 @@ def _differing_tensors(one: Weights, two: Weights) -> Iterator[str]:
             yield f"{name}: dtype {mine.dtype} against {theirs.dtype}"
 
 
-def _compare(one: Weights, two: Weights, name: str) -> Change | None:
-    """Compare a tensor chunk by chunk."""
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether nested plain values and tensors are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_is_same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(_is_same(a, b) for a, b in zip(one, two, strict=True))
+    return repr(one) == repr(two)  # NaN is equal to NaN here
+
+
+def _changed_states(one: SavedFiles, two: SavedFiles, names: Sequence[str], facts: list[str]) -> Iterator[Change | None]:
+    """Compare the optimizer states of parameters; what only one of them has, and small ones, become facts."""
+    mine, theirs = _states(one), _states(two)
+    for name in names:
+        a, b = mine.get(name, {}), theirs.get(name, {})
+        for kind in dict.fromkeys((*a, *b)):
+            what = f"{name}, {kind}"
+            params = one.manifest.params[name], two.manifest.params[name]
+            if a.get(kind) is LONG and b.get(kind) is LONG and params[0].stride == params[1].stride:
+                numel = math.prod(params[0].shape)
+                yield _compare(what, numel, *(_state_reader(files, name, kind) for files in (one, two)))
+            elif not _is_same(a.get(kind), b.get(kind)):
+                facts.append(f"{what}: {_shown(a, kind)} against {_shown(b, kind)}")
+
+
+def _shown(states: Mapping[str, Any], kind: str) -> str:
+    if kind not in states:
+        return "none"
+    return "one value per element" if states[kind] is LONG else str(states[kind])
+
+
+def _states(files: SavedFiles) -> dict[str, dict[str, Any]]:
+    """The optimizer states of every parameter, LONG for long ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank in range(files.manifest.world_size):
+        found |= files.states_in(rank)
+    return found
+
+
+_Read = Callable[[int, torch.Tensor], None]
+"""Reads elements from a number on into a vector."""
+
+
+def _state_reader(files: SavedFiles, name: str, kind: str) -> _Read:
+    def read(at: int, out: torch.Tensor) -> None:
+        for start, values in files.parts(name, kind, at, out.numel()):
+            out[start - at : start - at + values.numel()].copy_(values)
+
+    return read
+
+
+def _reading(one: Weights, two: Weights, name: str) -> tuple[str, int, _Read, _Read]:
+    """What `_compare` needs for a parameter or buffer."""
     stored = one.tensors[name]
+
+    def reader(weights: Weights) -> _Read:
+        return lambda at, out: weights.read(name, stored.stride, at, out, torch.float64)
+
+    return name, math.prod(stored.shape), reader(one), reader(two)
+
+
+def _compare(name: str, numel_all: int, one: _Read, two: _Read) -> Change | None:
+    """Compare a tensor chunk by chunk."""
     largest, num_differing = 0.0, 0
     step = CHUNK_BYTES // 4
-    for at in range(0, math.prod(stored.shape), step):
-        numel = min(step, math.prod(stored.shape) - at)
+    for at in range(0, numel_all, step):
+        numel = min(step, numel_all - at)
         a, b = torch.empty(numel, dtype=torch.float64), torch.empty(numel, dtype=torch.float64)
-        one.read(name, stored.stride, at, a, torch.float64)
-        two.read(name, stored.stride, at, b, torch.float64)
+        one(at, a)
+        two(at, b)
         differs = ~((a == b) | (a.isnan() & b.isnan()))
         if bool(differs.any()):
             num_differing += int(differs.sum())

@@ -167,8 +167,9 @@ class _Source:
     def _require_none(self, problems: Sequence[str]) -> None:
         if problems:
             raise CheckpointError(
-                f"{self.path} does not fit the model; nothing was changed. {listed(problems)}. Load it into the model that was "
-                "saved. With strict=False parameters that only one of them has are left out."
+                f"{self.path} does not fit the run; nothing was changed. {listed(problems)}. Load it into the model and "
+                "optimizer that were saved. With strict=False parameters that only one of them has are left out; "
+                "sw.load_pretrained(model, path) loads parameters only."
             )
 
     def _compare(self, *, strict: bool) -> Iterator[str]:
@@ -179,7 +180,7 @@ class _Source:
                 yield f"parameter {name!r} is {'not' if name in here else 'only'} in the checkpoint"
         else:
             self.left_out = tuple(only)
-        for name in here.keys() & self.manifest.params.keys():
+        for name in sorted(here.keys() & self.manifest.params.keys()):
             (slot, dtype), saved = here[name], self.manifest.params[name]
             if slot.shape != saved.shape:
                 yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(slot.shape)} here"

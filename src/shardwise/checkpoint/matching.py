@@ -50,7 +50,11 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, *,
         problems += [f"{name!r} is not in the file" for name in missing]
         problems += [f"{name!r} is only in the file" for name in unknown]
     if problems:
-        remedy = " Pass strict=False to leave out what only one of them has." if strict and (missing or unknown) else ""
+        remedy = (
+            " sw.load_pretrained(model, path, strict=False), into a model that is built, leaves out what only one of them has."
+            if strict and (missing or unknown)
+            else ""
+        )
         raise CheckpointError(f"{what} does not fit {type(model).__name__}; nothing was changed. {listed(problems)}.{remedy}")
     return Matching(found, tuple([*missing, *unknown]))
 

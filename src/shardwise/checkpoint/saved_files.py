@@ -26,13 +26,23 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if not target.is_dir():
         raise CheckpointError(f"there is no checkpoint at {target}: it is not a directory.")
     if not (target / FILE_NAME).exists():
-        raise CheckpointError(f"{target} has no {FILE_NAME}: it is not a checkpoint, or is incomplete.")
+        raise CheckpointError(f"{target} has no {FILE_NAME}: it is not a checkpoint, or is incomplete.{_hint(target)}")
     descriptor = open_regular(target / FILE_NAME)
     with os.fdopen(descriptor, "rb") as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
         raise CheckpointError(f"{target / FILE_NAME} has more than {MAX_BYTES} bytes: it is not a manifest.")
     return Manifest.from_bytes(text, str(target / FILE_NAME))
+
+
+def _hint(target: Path) -> str:
+    """What a directory is instead of a checkpoint, if that can be told."""
+    inside = sorted(path.parent.name for path in target.glob(f"*/{FILE_NAME}"))
+    if inside:
+        return f" The directory has checkpoints: name one of them, the last is {inside[-1]}."
+    if any(target.glob("*.safetensors")):
+        return " The directory has weights only: load them with sw.load_pretrained(model, path)."
+    return ""
 
 
 class SavedFiles:

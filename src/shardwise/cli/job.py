@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,24 @@ class Job:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise errors.ConfigError(f"--{name} {value} must be a positive number.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a job that is resumed must have in common with its first part, by option."""
+        same = {name: getattr(self, name) for name in ("size", "batch", "sequence", "accumulate", "lr", "clip", "seed")}
+        return {**same, "data": [str(path.absolute()) for path in self.data]}
+
+    def check_continues(self, settings: Mapping[str, Any], num_steps: int) -> None:
+        """Raise if this is not the job that was saved, with these settings after this many steps, or has nothing left to do."""
+        mine = self.settings
+        for name, value in settings.items():
+            if name in mine and mine[name] != value:
+                raise errors.ConfigError(
+                    f"--{name} is {mine[name]}, in the job that is resumed it was {value}. Resume with the same, or start "
+                    "another job in another directory."
+                )
+        if num_steps > self.steps:
+            raise errors.ConfigError(f"--steps {self.steps}: the job that is resumed has made {num_steps} steps already.")
 
     @property
     def shape(self) -> GPTConfig:

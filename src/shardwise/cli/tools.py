@@ -71,7 +71,7 @@ def _show_difference(found: checkpoint.Difference, path: Path, other: Path) -> b
     for change in found.changes:
         print(f"{change.name}: {change.num_differing} values differ, by at most {change.largest:g}")
     if not found:
-        print(f"{path} and {other} have the same parameters, buffers and settings")
+        print(f"{path} and {other} have the same parameters, buffers, optimizer states, settings and extras")
     return not found
 
 

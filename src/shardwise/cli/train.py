@@ -14,10 +14,12 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import select
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import shardwise as sw
 from shardwise import errors
 from shardwise.checkpoint import noting_sigterm
+from shardwise.checkpoint.manifest import FILE_NAME
 from shardwise.cli.corpus import Corpus
 from shardwise.cli.display import LOG_PERIOD_STEPS, Show, display, headline, summarise
 from shardwise.cli.job import Job
@@ -56,6 +59,7 @@ class WorkerFailedError(errors.ShardwiseError, RuntimeError):
 def train(job: Job) -> None:
     """Train as one rank under torchrun; otherwise start as many ranks as the job asks for."""
     Corpus.of(job.data).check_holds(job.sequence)
+    _check_place(job)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         _launch(job, DEFAULT_RANKS if job.ranks is None else job.ranks)
         return
@@ -63,6 +67,31 @@ def train(job: Job) -> None:
     if job.ranks not in (None, world_size):
         raise errors.ConfigError(f"--ranks {job.ranks} was given to a launch of {world_size} ranks; leave it out under torchrun.")
     _work_or_leave(job, tells=True)
+
+
+def _check_place(job: Job) -> None:
+    """Raise before any work is done if checkpoints cannot go where they are asked for, or would mix with those of another job."""
+    place = job.checkpoints
+    if place is None:
+        return
+    if (place / FILE_NAME).exists():
+        raise errors.ConfigError(
+            f"--checkpoints {place} is a checkpoint itself; name the directory that it is in, {place.parent}."
+        )
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--checkpoints {place} cannot be written to: {error.strerror}. Name another directory."
+        ) from None
+    newest = sw.Checkpoints(place).latest()
+    if newest is not None and not job.resume:
+        raise errors.ConfigError(
+            f"--checkpoints {place} has checkpoints of another job, the newest {newest.name}. Go on with it by --resume, or "
+            "name another directory."
+        )
 
 
 def _launch(job: Job, ranks: int) -> None:
@@ -93,7 +122,7 @@ def _launch(job: Job, ranks: int) -> None:
         stop = Path(directory) / "stop"
         try:
             with contextlib.nullcontext() if job.checkpoints is None else _passing_sigterm_on(config, stop):
-                elastic_launch(config, _work_or_leave)(job, stop)
+                elastic_launch(config, _work_or_leave)(job, stop, os.getpid())
         except ChildFailedError as failure:
             Console().show_cursor()  # hidden by the progress bar of a rank that is gone
             raise _root_cause(failure, Path(directory)) from None
@@ -134,11 +163,13 @@ def _root_cause(failure: ChildFailedError, directory: Path) -> errors.ShardwiseE
     return WorkerFailedError(f"rank {rank} failed.\n{account['extraInfo']['py_callstack'].rstrip()}")
 
 
-def _work_or_leave(job: Job, stop: Path | None = None, *, tells: bool = False) -> None:
+def _work_or_leave(job: Job, stop: Path | None = None, launcher: int | None = None, *, tells: bool = False) -> None:
     """Run `work`. After a failure record the error for the launcher, print it here if `tells`, and end the process at once.
 
     Nothing is closed then, because background threads may wait for peers that wait for this rank.
     """
+    if launcher is not None:
+        _end_with(launcher)
     try:
         work(job, stop)
     except Exception as error:
@@ -150,6 +181,21 @@ def _work_or_leave(job: Job, stop: Path | None = None, *, tells: bool = False) -
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2 if is_foreseen and isinstance(error, ValueError) else 1)
+
+
+def _end_with(launcher: int) -> None:
+    """End this rank when the command that started it was killed: nobody would wait for it, or tell it to stop."""
+    try:
+        descriptor = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="shardwise-launcher", daemon=True).start()
 
 
 # -- one rank -------------------------------------------------------------------------------------------------
@@ -235,9 +281,13 @@ def _loop(
     found = None
     if checkpoints is not None and job.resume:
         found = checkpoints.resume(run, scheduler=scheduler, progress=show.moving("loading"))
+        if found is None and rank == 0:
+            print(f"there is no checkpoint in {job.checkpoints}: starting from the beginning", flush=True)
     losses: list[float] = [] if found is None else found.extra["losses"]
-    if found is not None and rank == 0:
-        print(f"resumed after step {len(losses)}", flush=True)
+    if found is not None:
+        job.check_continues(found.extra.get("settings", {}), len(losses))
+        if rank == 0:
+            print(f"resumed after step {len(losses)}", flush=True)
     memory_bytes, tokens_per_s = 0, 0.0
     first, began = len(losses), time.perf_counter()
     for step in range(first, job.steps):
@@ -270,7 +320,8 @@ def _loop(
         show.step(step + 1, losses[-1], tokens_per_s, memory_bytes)
         is_last = stops or step + 1 == job.steps
         if checkpoints is not None and ((step + 1) % job.checkpoint_every == 0 or is_last):
-            checkpoints.save(run, step + 1, scheduler=scheduler, extra={"losses": losses}, progress=show.moving("saving"))
+            extra = {"losses": losses, "settings": job.settings}
+            checkpoints.save(run, step + 1, scheduler=scheduler, extra=extra, progress=show.moving("saving"))
         if is_last:
             break
     return losses, tokens_per_s
