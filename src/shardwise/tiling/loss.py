@@ -204,6 +204,6 @@ class _NotTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise ModelError(
-            "linear_cross_entropy was differentiated twice: a gradient that was computed with create_graph=True is used in a loss. "
+            "linear_cross_entropy was differentiated twice: a gradient that create_graph=True computed is used in a loss. "
             "It has no second derivative. Use F.cross_entropy(F.linear(hidden, weight), labels) there."
         )
