@@ -58,6 +58,7 @@ class _Call:
     labels: torch.Tensor
     options: dict[str, Any]
     is_probe: bool = False
+    """Whether the model was asked for the logits of one token, to compare them."""
     hidden: torch.Tensor | None = None
     head_output: torch.Tensor | None = None
     loss: torch.Tensor | None = None
@@ -80,19 +81,16 @@ class CausalLoss:
         self._chunk_bytes, self._recomputes = chunk_bytes, recomputes
         self._call: _Call | None = None
         self._is_checked = False
-        self._own_loss = self._model.loss_function
-        head, bodies = self._model.get_output_embeddings(), {self._model.base_model: None}
-        if hasattr(self._model, "get_decoder"):  # some models call it without the base model around it
-            bodies[self._model.get_decoder()] = None
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._own_loss = model.loss_function
+        bodies = {model.base_model}
+        if hasattr(model, "get_decoder"):  # some models call it without the base model around it
+            bodies.add(model.get_decoder())
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            *(
-                body.register_forward_hook(self._keep_hidden)
-                for body in bodies
-                if isinstance(body, nn.Module) and body is not model
-            ),
-            # First of all hooks: the head is still gathered then, and need not be gathered for the loss again.
-            head.register_forward_hook(self._compute, prepend=True),
+            *(body.register_forward_hook(self._keep_hidden) for body in bodies - {model, None}),
+            # Before all other hooks: the head is still gathered then, and need not be gathered for the loss again.
+            self._head().register_forward_hook(self._compute, prepend=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
         model.loss_function = self.loss
@@ -140,8 +138,7 @@ class CausalLoss:
     # -- one call, in order -----------------------------------------------------------------------------------
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = list(inspect.signature(self._model.forward).parameters)
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(self._names, args, strict=False)) | kwargs
         labels, self._call = given.get("labels"), None
         if labels is None:
             return None
@@ -151,7 +148,7 @@ class CausalLoss:
             return None  # asked for by the caller
         self._call.is_probe = not self._is_checked
         keep = torch.empty(0, dtype=torch.int64, device=labels.device) if self._is_checked else 1
-        place = names.index("logits_to_keep")
+        place = self._names.index("logits_to_keep")
         if place < len(args):
             return (*args[:place], keep, *args[place + 1 :]), kwargs
         return args, {**kwargs, "logits_to_keep": keep}
@@ -167,7 +164,7 @@ class CausalLoss:
         if call.is_probe:
             if not torch.allclose(args[0], call.hidden[:, -1:], equal_nan=True):
                 raise self._refusal("changes its hidden states between its base model and its head")
-            call.head_output = output.detach()
+            call.head_output = output.detach() if output.numel() else None
         call.loss = self._loss_of(call.hidden, call.labels, call.options)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **options: Any) -> torch.Tensor:
