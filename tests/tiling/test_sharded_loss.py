@@ -185,6 +185,25 @@ def test_a_head_is_free_between_forward_and_backward(pool: RankPool, kind: str, 
         assert found == ["gathered", "free", "backward", "gathered", "free"]
 
 
+def compiled(stage: int) -> ParityReport:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Decoder("module")
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    run = sharded(model, optimizers[0], stage=stage, max_unit_bytes=UNIT_BYTES)
+    model.compile(backend="eager")
+    report = compare_with_plain(run, model, optimizers[0], plain, optimizers[1], loss_of, steps=3)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_model(pool: RankPool, stage: int) -> None:
+    for report in pool.run(compiled, stage):
+        assert report.is_bitwise, str(report)
+
+
 def stale(recomputes: bool) -> str:
     torch.manual_seed(0)
     model = Decoder("untied", recomputes=recomputes)
