@@ -1,6 +1,6 @@
 """Peak memory and time of a large head's loss, forward and backward: in chunks against all logits at once.
 
-    python benchmarks/loss.py [--vocabulary 128256 --hidden 2048 --tokens 4096 --chunk-mib 64 --rounds 3 --steps 1]
+    python benchmarks/loss.py [--vocabulary 128256 --hidden 2048 --tokens 4096 --chunk-mib 128 --rounds 3 --steps 1]
 
 Every measurement has a process of its own, and the variants take turns. `all logits` is `F.cross_entropy(F.linear(...))`,
 `in chunks` is `linear_cross_entropy`, `recomputes` the same with `recomputes=True`. Time is the median over rounds of the mean of
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--chunk-mib", type=int, default=64)
+    parser.add_argument("--chunk-mib", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -3,7 +3,7 @@
 Called by user code inside a model's forward, and by `causal.py`. By default the gradients of hidden states, weight and bias are
 formed in forward, from the same logits as the loss, and backward only scales them: three matrix products, as with all logits at
 once. With `recomputes=True` backward computes the logits again, a fourth product, and nothing of the weight's size is kept.
-The reasons are in `docs/decisions/0019-loss-in-chunks.md`.
+The reasons are in `docs/decisions/0020-loss-in-chunks.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.errors import ModelError
 from shardwise.tiling.arguments import check_arguments, check_labels
 from shardwise.tiling.chunks import Batch, Head, run_head
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 128 << 20
 """Bytes of logits that exist at a time, unless the caller says otherwise."""
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
