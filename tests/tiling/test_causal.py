@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,6 +237,14 @@ def test_refusals() -> None:
     assert "has no argument labels and no logits_to_keep" in refusal_of(make("llama").model)
     classifier = hf.LlamaForSequenceClassification(hf.LlamaConfig(**SMALL))
     assert "LlamaForSequenceClassification has the loss ForSequenceClassificationLoss" in refusal_of(classifier)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pages_snippets_run(number: int) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "large-vocabularies.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    exec(blocks[number], {"__name__": "page"})
 
 
 def trained(kind: str, stage: int, transport: str, is_before: bool, against_logits: bool) -> tuple[ParityReport, list[str]]:
