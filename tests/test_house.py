@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 from pathlib import Path
 
 import shardwise
@@ -83,7 +84,12 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
         "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__",
-        "load_pretrained", "shard", "sharded_init",
+        "linear_cross_entropy", "load_pretrained", "shard", "sharded_init", "tiling",
+    ]  # fmt: skip
+    assert sorted(shardwise.tiling.__all__) == ["CHUNK_BYTES", "CausalLoss", "fuse_causal_loss", "linear_cross_entropy"]
+    assert list(inspect.signature(shardwise.linear_cross_entropy).parameters) == [
+        "hidden", "weight", "labels", "bias", "ignore_index", "label_smoothing", "reduction", "class_weight", "logit_scale",
+        "soft_cap", "chunk_bytes", "recomputes",
     ]  # fmt: skip
     public = sorted(name for name in dir(shardwise.Run) if not name.startswith("_"))
     assert public == [

@@ -40,7 +40,7 @@ class _Leave(Hook):
             self._runtime.leave(self._entries, output)
 
 
-_UNCOMPILED = ("comm", "engine", "observe", "optim", "partition", "schedule", "ticket", "tiers")
+_UNCOMPILED = ("comm", "engine", "observe", "optim", "partition", "schedule", "ticket", "tiers", "tiling")
 
 
 @functools.cache
