@@ -114,6 +114,20 @@ def test_calls_without_labels_do_not_change(kind: str) -> None:
     assert torch.equal(model.loss_function(logits, tokens, VOCABULARY), plain.loss_function(logits, tokens, VOCABULARY))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_autocast_and_evaluation(kind: str) -> None:
+    model, plain, _ = fused(kind)
+    for number in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = model(**batch(number)).loss, plain(**batch(number)).loss
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+        ours, theirs = grads_of(model, found), grads_of(plain, expected)
+        assert all(ours[name].dtype == torch.float32 for name in theirs)
+        torch.testing.assert_close(ours["lm_head.weight"], theirs["lm_head.weight"], rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch()).loss, plain.eval()(**batch()).loss, rtol=1e-5, atol=1e-6)
+
+
 def test_logits_that_are_asked_for() -> None:
     model, plain, _ = fused("llama")
     for _ in range(2):
@@ -247,7 +261,9 @@ def test_the_pages_snippets_run(number: int) -> None:
     exec(blocks[number], {"__name__": "page"})
 
 
-def trained(kind: str, stage: int, transport: str, is_before: bool, against_logits: bool) -> tuple[ParityReport, list[str]]:
+def trained(
+    kind: str, stage: int, transport: str, is_before: bool, against_logits: bool, **more: Any
+) -> tuple[ParityReport, list[str]]:
     """Runs on a rank: train a sharded model; and what happens to its head in one more forward and backward."""
     model = make(kind)
     plain = copy.deepcopy(model)
@@ -257,7 +273,7 @@ def trained(kind: str, stage: int, transport: str, is_before: bool, against_logi
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     if is_before:
         sw.tiling.fuse_causal_loss(model, **options)
-    run = sharded(model, optimizers[0], stage=stage, transport=transport, prefetch_bytes=0, max_unit_bytes=7000)
+    run = sharded(model, optimizers[0], stage=stage, transport=transport, prefetch_bytes=0, max_unit_bytes=7000, **more)
     if not is_before:
         sw.tiling.fuse_causal_loss(model, **options)
     loss = lambda m, k: m(**batch(k)).loss  # noqa: E731
@@ -278,6 +294,13 @@ def test_the_same_bits_as_unsharded(pool: RankPool, kind: str, stage: int, trans
         assert report.is_bitwise, f"{kind} stage {stage}: {report}"
         if kind == "llama" and transport == "pairwise":  # once per step: backward does not read the head's weight
             assert found == ["gathered", "free", "backward"]
+
+
+@pytest.mark.parametrize("activations", ["units", sw.Activations(checkpoint=None, offload="host")])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_same_bits_with_activations_elsewhere(pool: RankPool, kind: str, activations: Any) -> None:
+    for report, _ in pool.run(trained, kind, 3, "auto", True, False, activations=activations):
+        assert report.is_bitwise, str(report)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -148,6 +148,11 @@ def test_the_same_bits_where_the_head_is_freed(pool: RankPool, kind: str, recomp
         ("checkpointed", {"recomputes": True}),
         ("untied", {"precision": sw.Precision(param=torch.bfloat16, compute=torch.float32)}),
         ("untied", {"offload": "disk"}),
+        ("untied", {"activations": "units"}),
+        ("module", {"activations": "units"}),  # the head's own call is computed again
+        ("module", {"activations": "units", "recomputes": True}),
+        ("tied", {"activations": sw.Activations(checkpoint=None, offload="host")}),
+        ("untied", {"activations": sw.Activations(checkpoint=None, offload="disk"), "recomputes": True}),
     ],
 )
 def test_the_same_bits_with_other_options(pool: RankPool, kind: str, options: dict[str, Any], transport: str) -> None:
