@@ -118,8 +118,14 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize(("stage", "transport"), WAYS)
+CELLS = [
+    pytest.param(name, *way, marks=[] if name == "deep" or way in ((1, "auto"), (3, "copied")) else pytest.mark.slow)
+    for name in sorted(MODELS)
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "transport"), CELLS)
 def test_every_policy_has_the_bits_of_plain_training(
     pool: RankPool, tmp_path: Any, name: str, stage: int, transport: str
 ) -> None:

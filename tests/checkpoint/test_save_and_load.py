@@ -294,7 +294,7 @@ def refused(path: str, what: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("another model", r"does not fit the model; nothing was changed. \d+ differences: parameter '.*' is (not|only) in"),
+        ("another model", r"does not fit the run; nothing was changed. \d+ differences: parameter '.*' is (not|only) in"),
         ("another optimizer", "the optimizer is AdamW there, SGD here"),
         ("saved twice", "exists already"),
         ("a value that cannot be saved", r"what is to be saved\['extra'\]\['model'\] is a GPT, which cannot be saved"),
