@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -328,6 +330,18 @@ def test_autocast_is_the_same_the_second_time() -> None:
     grads = {name: grad for name, grad in run.iter_grads()}
     assert all(torch.equal(param.grad, grads[name]) for name, param in plain.named_parameters())
     run.close()
+
+
+@pytest.mark.parametrize("offload", ["device", "host", "disk"])
+def test_a_run_can_be_closed_before_its_graphs(tmp_path: Any, offload: str) -> None:
+    unraised: list[Any] = []
+    with Patched(keeping_module, "SMALL_BYTES", 1), Patched(sys, "unraisablehook", unraised.append):
+        run, model, _ = alone(tanh, offload=offload, **({"path": tmp_path} if offload == "disk" else {}))
+        loss = model(torch.randn(4, 8))
+        run.close()
+        del loss, model, run
+        gc.collect()
+    assert not unraised
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

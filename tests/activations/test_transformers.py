@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import shardwise as sw
 from cases import Patched, sharded
 from shardwise.activations import keeping as keeping_module
-
-transformers = pytest.importorskip("transformers")
 
 
 def tiny(kind: str, attention: str) -> Any:

@@ -110,6 +110,7 @@ class Keeping:
         self._order: list[weakref.ref[Moved]] = []  # what is away, oldest first
         self.stall_s = 0.0
         """Seconds for which forward and backward have waited for tensors on their way."""
+        self._is_closed = False
         self._is_first = True  # whether this is the first forward pass, in which ranks of a group compare
 
     @property
@@ -136,7 +137,8 @@ class Keeping:
         return found
 
     def close(self) -> None:
-        """Give the space back."""
+        """Give the space back. What graphs that are still there have kept is lost."""
+        self._is_closed = True
         if self._store is not None:
             self._store.close()
 
@@ -219,6 +221,8 @@ class Keeping:
     def forget(self, item: Item, coming: Coming | None, gathering: tuple[torch.Tensor, dist.Work] | None) -> None:
         """A Moved is not needed any more."""
         assert self._store is not None
+        if self._is_closed:
+            return
         if coming is not None:
             coming.ticket.wait()
         if gathering is not None:
@@ -235,8 +239,8 @@ def make_keeping(runtime: Runtime, asked: Activations) -> Keeping:
     elif asked.offload == "disk":
         disk = runtime.offload.disk if asked.path is None else None
         path = asked.path or runtime.offload.asked.path or tempfile.gettempdir()
-        disk = disk or DiskFile(path, checks=runtime.offload.asked.checks)
-        store = DiskStore(disk, ledger, mover, asked.bytes or _DISK_BYTES)
+        found = disk or DiskFile(path, checks=runtime.offload.asked.checks)
+        store = DiskStore(found, ledger, mover, asked.bytes or _DISK_BYTES, closes_disk=disk is None)
     group = None if asked.partition is False else asked.partition
     return Keeping(runtime.world.device, ledger, store, group, (asked.bytes or _DISK_BYTES) // 2)
 

@@ -164,10 +164,10 @@ class HostStore(_SpaceStore):
 class DiskStore(_SpaceStore):
     """A range of a rank's file, through a few buffers."""
 
-    def __init__(self, disk: DiskFile, ledger: Ledger, mover: Mover, max_bytes: int) -> None:
-        """`max_bytes`: of the buffers that are on their way to the disk at once."""
+    def __init__(self, disk: DiskFile, ledger: Ledger, mover: Mover, max_bytes: int, *, closes_disk: bool) -> None:
+        """`max_bytes`: of the buffers that are on their way to the disk at once. `closes_disk`: nobody else uses the file."""
         super().__init__(Tier.DISK, ledger, mover)
-        self._disk, self._max_bytes = disk, max_bytes
+        self._disk, self._max_bytes, self._closes_disk = disk, max_bytes, closes_disk
         self._leaving: collections.deque[tuple[Ticket, int]] = collections.deque()
 
     def _grow(self, num_bytes: int) -> list[int]:
@@ -199,6 +199,12 @@ class DiskStore(_SpaceStore):
             ticket = self._returning(self._disk.write(buffer.raw, place), buffer)
         self._leaving.append((ticket, aligned(room.num_bytes)))
         return ticket
+
+    def close(self) -> None:
+        """End the threads of a file that nobody else uses."""
+        super().close()
+        if self._closes_disk:
+            self._disk.close()
 
     def _returning(self, ticket: Ticket, buffer: Buffer) -> Ticket:
         return Returning(ticket, lambda: self._mover.buffers.give_back(buffer))

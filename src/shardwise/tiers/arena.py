@@ -71,11 +71,9 @@ class Arena(Generic[_T]):
             self._used -= aligned(room.num_bytes)
 
     def close(self) -> None:
-        """Give all slabs back."""
+        """Forget all slabs, and what is still reserved in them."""
         with self._lock:
-            while self._slabs:
-                slab, length, _ = self._slabs.pop()
-                self._shrink(slab, length)
+            self._slabs.clear()
 
     def _add(self, num_bytes: int) -> None:
         slab = self._grow(num_bytes)
@@ -84,5 +82,7 @@ class Arena(Generic[_T]):
         self._slabs.append((slab, num_bytes, extents))
 
     def _become_one(self) -> None:
-        self.close()
+        while self._slabs:
+            slab, length, _ = self._slabs.pop()
+            self._shrink(slab, length)
         self._add(max(self._peak, LEAST_BYTES))
