@@ -106,10 +106,10 @@ def passed_on(args: argparse.Namespace) -> list[str]:
 def work(args: argparse.Namespace) -> None:
     import torch
 
-    from shardwise.observe import MemorySampler, process_memory
+    from shardwise.observe import process_memory
     from shardwise.planner import gpt_activation_bytes
     from shardwise.testing.models import GPT, GPTConfig
-    from systems import OPTIONS, SYSTEMS, start_group
+    from systems import OPTIONS, SYSTEMS, measure, start_group
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     start_group(args.worker)
@@ -127,16 +127,7 @@ def work(args: argparse.Namespace) -> None:
     OPTIONS.update((name, int(value)) for name, _, value in (option.partition("=") for option in args.option))
     step = SYSTEMS[args.worker](model, lambda m: m(tokens[:, :-1], tokens[:, 1:]))
     del model
-    wall, cpu = [], []
-    for number in range(args.steps + 1):
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        loss = step()
-        if number:  # the first step allocates
-            wall.append(time.perf_counter() - begin)
-            cpu.append(time.process_time() - begin_cpu)
-    with MemorySampler() as memory:
-        for _ in range(2):
-            step()
+    found = measure(step, args.steps, sampled_steps=2)
     run = getattr(step, "run", None)
     formula = 0
     if run is not None:
@@ -149,18 +140,7 @@ def work(args: argparse.Namespace) -> None:
             vocabulary=shape["vocabulary"],
         )
         formula = run.predicted_memory(activation_bytes=activations).total
-    Path(args.out).write_text(
-        json.dumps(
-            dict(
-                wall_s=wall,
-                cpu_s=cpu,
-                peak_bytes=memory.peak_bytes,
-                base_bytes=base,
-                formula_bytes=formula,
-                loss=loss,
-            )
-        )
-    )
+    Path(args.out).write_text(json.dumps({**found, "base_bytes": base, "formula_bytes": formula}))
     os._exit(0)  # some systems hang in their own clean-up
 
 

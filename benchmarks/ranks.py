@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from typing import IO
 
 
 def free_port() -> int:
@@ -16,15 +18,20 @@ def free_port() -> int:
     return port
 
 
-def run_ranks(commands: list[list[str]], timeout_s: float, what: str) -> None:
-    """One process per command, as the ranks of one launch; ends them all, and the benchmark if one fails."""
+def run_ranks(commands: list[list[str]], timeout_s: float, what: str, log: IO[str] | None = None) -> None:
+    """One process per command, as the ranks of one launch; ends them all, and the benchmark if one fails.
+
+    `log`: takes what they print; by default they print here.
+    """
     port = free_port()
     processes = [
-        subprocess.Popen(command, env=rank_environment(rank, len(commands), port)) for rank, command in enumerate(commands)
+        subprocess.Popen(command, env=rank_environment(rank, len(commands), port), stdout=log, stderr=log)
+        for rank, command in enumerate(commands)
     ]
+    deadline = time.monotonic() + timeout_s
     try:
         for process in processes:
-            process.wait(timeout=timeout_s)
+            process.wait(timeout=max(deadline - time.monotonic(), 1))
     finally:
         for process in processes:
             if process.poll() is None:

@@ -1,9 +1,11 @@
-"""Puts one model under one training system and returns a function that does one step. Used by compare.py's workers."""
+"""Puts a model under a training system and measures its steps; used by the workers of compare.py and activations_beside.py."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,8 +91,8 @@ def deepspeed(stage: int):
     return build
 
 
-OPTIONS: dict[str, int] = {}
-"""Further options of shard(), from the command line."""
+OPTIONS: dict[str, Any] = {}
+"""Further options of shard()."""
 
 
 def shardwise(stage: int):
@@ -126,3 +128,19 @@ def start_group(system: str) -> None:
     """Join the process group, except where a system must not communicate."""
     if system != "compute alone":
         dist.init_process_group("gloo")
+
+
+def measure(step: Callable[[], float], steps: int, sampled_steps: int) -> dict[str, Any]:
+    """Wall and CPU seconds of `steps` steps, after one that allocates; then the peak memory of steps that are not timed."""
+    from shardwise.observe import MemorySampler
+
+    wall, cpu, losses = [], [], []
+    for _ in range(steps + 1):
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        losses.append(step())
+        wall.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - begin_cpu)
+    with MemorySampler() as memory:
+        for _ in range(sampled_steps):
+            step()
+    return {"wall_s": wall[1:], "cpu_s": cpu[1:], "peak_bytes": memory.peak_bytes, "loss": losses[-1]}

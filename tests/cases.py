@@ -177,8 +177,9 @@ def build(name: str, optimizer: str, seed: int = 0, **options: Any) -> tuple[Any
         opts = [_grouped(m) for m in (model, plain)]
     else:
         opts = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, plain)]
-    if isinstance(options.get("precision"), str):  # the reference computes in fp32, whatever this CPU is good at
-        options["precision"] = dataclasses.replace(sw.Precision.of(options["precision"]), compute=torch.float32)
+    precision = sw.Precision.of(options.get("precision"))
+    if precision.param is not None and precision.compute is None:  # the reference computes in fp32, whatever this CPU is good at
+        options["precision"] = dataclasses.replace(precision, compute=torch.float32)
     return sharded(model, opts[0], **options), model, opts[0], plain, opts[1]
 
 

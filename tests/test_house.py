@@ -8,7 +8,7 @@ import inspect
 from pathlib import Path
 
 import shardwise
-from shardwise.config import Activations, LossScale, Offload, Precision, ShardConfig
+from shardwise.config import Activations, LossScale, Offload, Precision, ShardConfig, Tiling
 
 SOURCE = Path(shardwise.__file__).parent
 LAYERS = [
@@ -83,7 +83,7 @@ def test_no_script_hides_a_module_of_the_standard_library() -> None:
 
 def test_public_surface() -> None:
     assert sorted(shardwise.__all__) == [
-        "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "__version__",
+        "Activations", "Checkpoints", "LossScale", "Offload", "Precision", "Run", "ShardwiseError", "Tiling", "__version__",
         "linear_cross_entropy", "load_pretrained", "shard", "sharded_init", "tiling",
     ]  # fmt: skip
     assert sorted(shardwise.tiling.__all__) == ["CHUNK_BYTES", "CausalLoss", "fuse_causal_loss", "linear_cross_entropy"]
@@ -96,7 +96,7 @@ def test_public_surface() -> None:
         "accumulating", "catching_sigterm", "clip_grad_norm_", "close", "events", "export", "full_optimizer_state_dict",
         "full_state_dict", "gathered", "grad", "iter_full_state", "iter_grads",
         "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations",
-        "num_skipped_steps",
+        "memory_timeline", "num_skipped_steps",
         "placement", "predicted_memory",
         "rank", "report", "save", "selfcheck", "state_dict", "transport", "units",
     ]  # fmt: skip
@@ -105,11 +105,12 @@ def test_public_surface() -> None:
 def test_config_fields_are_pinned() -> None:
     assert [f.name for f in dataclasses.fields(ShardConfig)] == [
         "stage", "precision", "units", "max_unit_bytes", "min_unit_bytes", "exchange_bytes", "prefetch_bytes", "methods",
-        "offload", "activations", "buffers", "transport", "timeout_s",
+        "offload", "activations", "tiling", "buffers", "transport", "timeout_s",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Precision)] == ["param", "compute", "reduce", "master", "loss_scale"]
     assert [f.name for f in dataclasses.fields(Offload)] == [
         "params", "grads", "optimizer", "path", "host_bytes", "step_bytes", "checks",
     ]  # fmt: skip
     assert [f.name for f in dataclasses.fields(Activations)] == ["checkpoint", "offload", "partition", "bytes", "path"]
+    assert [f.name for f in dataclasses.fields(Tiling)] == ["max_bytes"]
     assert [f.name for f in dataclasses.fields(LossScale)] == ["initial", "growth", "backoff", "interval", "minimum"]

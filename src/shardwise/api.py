@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.activations import apply, choose
 from shardwise.checkpoint import load_into_plain, open_together
 from shardwise.comm import World
-from shardwise.config import Activations, Offload, Precision, ShardConfig, UnitRule
+from shardwise.config import Activations, Offload, Precision, ShardConfig, Tiling, UnitRule
 from shardwise.engine import assemble, constructing, was_built_on_disk
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import innermost
 from shardwise.planner import admission
 from shardwise.run import Run
+from shardwise.tiling.operators import OPERATORS
 
 
 def shard(
@@ -39,6 +40,7 @@ def shard(
     timeout_s: float = ShardConfig.timeout_s,
     offload: Offload | str | None = None,
     activations: Activations | str | int | None = None,
+    tiling: Tiling | int | None = None,
     mesh: DeviceMesh | None = None,
     **unknown: Any,
 ) -> Run:
@@ -63,6 +65,7 @@ def shard(
             "timeout_s": timeout_s,
             "offload": offload,
             "activations": activations,
+            "tiling": tiling,
             **unknown,
         }
     )
@@ -76,8 +79,14 @@ def shard(
             "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
             "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
         )
-    chosen = choose(model, config)
-    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also={"modules to compute again": chosen})
+    chosen: tuple[str, ...] = ()
+    problem: Exception | None = None
+    try:
+        chosen = choose(model, config)
+    except Exception as error:  # assemble raises it, once the other ranks know of it; else they would wait for this one
+        problem = error
+    also = {"modules to compute again": chosen if problem is None else problem}
+    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also, OPERATORS)
     keeping = None if config.activations is None else apply(model, runtime, config.activations, chosen)
     run = Run(model, optimizer, config, runtime, keeping)
     model._shardwise_run = run  # type: ignore[assignment]

@@ -245,6 +245,26 @@ class Activations:
         return Activations(checkpoint=value)
 
 
+@_naming_its_options
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Cut large parameters into tiles, each of which is gathered, used, reduced and freed by itself."""
+
+    max_bytes: int
+    """Most bytes of a tile. A matrix above this is cut between its rows; vectors never are."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_bytes, bool) or not isinstance(self.max_bytes, int) or self.max_bytes < 4096:
+            raise ConfigError(f"Tiling: max_bytes={self.max_bytes!r} must be a whole number of at least 4096 bytes.")
+
+    @staticmethod
+    def of(value: Tiling | int | None) -> Tiling | None:
+        """A Tiling, a number for `max_bytes`, or None."""
+        if value is None or isinstance(value, Tiling):
+            return value
+        return Tiling(max_bytes=value)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardConfig:
     """All options of `shard`."""
@@ -269,6 +289,8 @@ class ShardConfig:
     """Where model states live between their uses."""
     activations: Activations | None = None
     """What is kept from forward to backward. None: what autograd saves, where it is."""
+    tiling: Tiling | None = None
+    """Which parameters are cut into tiles. None: none."""
     buffers: str = "broadcast"
     """'broadcast': rank 0's buffers are broadcast after each backward, as under DistributedDataParallel; 'local': each rank keeps
     its own."""
@@ -333,6 +355,7 @@ class ShardConfig:
         values["precision"] = Precision.of(values.get("precision"))
         values["offload"] = Offload.of(values.get("offload"))
         values["activations"] = Activations.of(values.get("activations"))
+        values["tiling"] = Tiling.of(values.get("tiling"))
         methods = values.get("methods", ())
         values["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
         if isinstance(values.get("units"), list):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ class Reading:
         self._runtime = runtime
         self._survivors = Survivors(runtime, optimizer)
         named: Iterable[tuple[str, Any]] = model.named_parameters(remove_duplicate=False)
-        handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
-        self._places = {name: (handle.unit, handle.slot) for name, handle in handles.items()}
+        self._handles: dict[str, Handle] = {name: param._shardwise for name, param in named}
 
     def iter_full_state(self, *, trainable_only: bool = False) -> Iterator[tuple[str, Any]]:
         """(name, full value) of parameters, one Unit in memory at a time, then of buffers and extra state. All ranks must
@@ -56,16 +56,20 @@ class Reading:
             if handle is None:
                 others.append((name, value))
             else:
-                by_unit.setdefault(handle.unit.index, []).append((name, handle.slot))
+                for unit, slot in handle.places:
+                    by_unit.setdefault(unit.index, []).append((name, slot))
         if trainable_only:
             self._check_flags(by_unit)
         self._check_replicas(others)
+        tiles = _Together()
         for unit in self._runtime.units:
             if trainable_only and unit.index not in by_unit:
                 continue
             full = self._survivors.full_masters(unit)
             for name, slot in by_unit.get(unit.index, ()):
-                yield name, _param_view(unit, slot, full).to(unit.dtypes.original)
+                found = tiles.add(name, unit, slot, _param_view(unit, slot, full).to(unit.dtypes.original))
+                if found is not None:
+                    yield name, found
         yield from others
 
     def _check_flags(self, by_unit: Mapping[int, Sequence[tuple[str, int]]]) -> None:
@@ -135,10 +139,10 @@ class Reading:
     def grad(self, name: str) -> torch.Tensor | None:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
         self._runtime.gradients.accumulated.require_reduced("run.grad()")
-        unit, slot = self._place(name)
-        if not self._runtime.gradients.holds(unit, slot) or not unit.layout.slots[slot].numel:
+        handle = self._handle(name)
+        if not self._runtime.gradients.holds(handle.unit, handle.slot) or not handle.unit.layout.slots[handle.slot].numel:
             return None
-        return _param_view(unit, slot, self._runtime.outside.full_grad(unit)).clone()
+        return _whole(handle, self._runtime.outside.full_grad)
 
     def iter_grads(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, full reduced gradient or None) of every parameter, one Unit in memory at a time. All ranks must iterate.
@@ -147,19 +151,30 @@ class Reading:
         """
         gradients = self._runtime.gradients
         gradients.accumulated.require_reduced("run.iter_grads()")
+        tiles = _Together()
         for unit, names in self._by_unit():
             held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
             full = self._runtime.outside.full_grad(unit) if held else None
             for slot, name in names.items():
-                yield name, _param_view(unit, slot, full) if full is not None and slot in held else None
+                place = unit.layout.slots[slot]
+                if full is None or slot not in held:
+                    if place.start + place.numel == math.prod(place.param_shape):
+                        yield name, None
+                    continue
+                found = tiles.add(name, unit, slot, _param_view(unit, slot, full))
+                if found is not None:
+                    yield name, found
 
     def iter_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full value that the optimizer updates) of every parameter, one Unit at a time. All ranks must iterate."""
         self._runtime.changes.store_written()
+        tiles = _Together()
         for unit, names in self._by_unit():
             full = self._survivors.full_masters(unit)
             for slot, name in names.items():
-                yield name, _param_view(unit, slot, full)
+                found = tiles.add(name, unit, slot, _param_view(unit, slot, full))
+                if found is not None:
+                    yield name, found
 
     def _by_unit(self) -> Iterator[tuple[Unit, dict[int, str]]]:
         """Every Unit with the first name of each of its parameters."""
@@ -169,14 +184,39 @@ class Reading:
     def master(self, name: str) -> torch.Tensor:
         """The full value of a parameter that the optimizer updates (fp32 or wider). All ranks must call."""
         self._runtime.changes.store_written()
-        unit, slot = self._place(name)
-        return _param_view(unit, slot, self._survivors.full_masters(unit)).clone()
+        return _whole(self._handle(name), self._survivors.full_masters)
 
-    def _place(self, name: str) -> tuple[Unit, int]:
-        if name not in self._places:
-            near = difflib.get_close_matches(name, self._places, n=1)
+    def _handle(self, name: str) -> Handle:
+        if name not in self._handles:
+            near = difflib.get_close_matches(name, self._handles, n=1)
             raise ModelError(f"no parameter {name!r} in the model{f' (did you mean {near[0]!r}?)' if near else ''}.")
-        return self._places[name]
+        return self._handles[name]
+
+
+class _Together:
+    """Puts the tiles of parameters together as they come."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, unit: Unit, slot: int, values: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's whole value, if these are the last of its values; they come in order."""
+        place = unit.layout.slots[slot]
+        if place.whole is None:
+            return values
+        if name not in self._open:
+            self._open[name] = torch.empty(place.whole, dtype=values.dtype, device=values.device)
+        self._open[name].view(-1)[place.start : place.start + place.numel].copy_(values.reshape(-1))
+        return self._open.pop(name) if place.start + place.numel == math.prod(place.whole) else None
+
+
+def _whole(handle: Handle, full_of: Callable[[Unit], torch.Tensor]) -> torch.Tensor:
+    """One parameter's values out of the full vectors of its Units, in memory of its own."""
+    tiles, found = _Together(), None
+    for unit, slot in handle.places:
+        found = tiles.add("", unit, slot, _param_view(unit, slot, full_of(unit)))
+    assert found is not None
+    return found.clone() if handle.unit.layout.slots[handle.slot].whole is None else found
 
 
 def _param_view(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:

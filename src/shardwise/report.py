@@ -9,15 +9,22 @@ import contextlib
 
 import torch
 
+from shardwise.activations import Keeping
 from shardwise.config import ShardConfig
 from shardwise.engine import Runtime
 from shardwise.observe import format_bytes, format_table, process_memory
 from shardwise.planner import MemoryPlan
 from shardwise.stages import Held
+from shardwise.tiers import Kind, device_tier
 
 
 def format_report(
-    config: ShardConfig, runtime: Runtime, predicted: MemoryPlan, measured: dict[str, int], loss_scale: float
+    config: ShardConfig,
+    runtime: Runtime,
+    predicted: MemoryPlan,
+    measured: dict[str, int],
+    keeping: Keeping | None,
+    loss_scale: float,
 ) -> str:
     """Return the report of this rank as text."""
     lines = [
@@ -32,7 +39,9 @@ def format_report(
         lines += ["", f"process memory now {now} (interpreter and libraries included)"]
     if runtime.world.threads:
         lines.append(f"threads {runtime.world.threads}")
-    lines += runtime.offload.describe()
+    lines += [*runtime.offload.describe(), *runtime.tiles.describe()]
+    if keeping is not None and keeping.sizes.stretches:
+        lines.append(_activations(keeping, runtime))
     if runtime.transport.note and runtime.stage.params is Held.SHARD:
         lines.append(runtime.transport.note)
     runner = runtime.gathering.runner
@@ -60,6 +69,17 @@ def _memory(predicted: dict[str, int], measured: dict[str, int]) -> str:
             rows[list(predicted).index("activation")][column] = word
     rows.append(["sum", format_bytes(sum(predicted.values())), format_bytes(sum(measured[kind] for kind in predicted))])
     return format_table(["bytes per rank", "predicted", "measured peak"], rows)
+
+
+def _activations(keeping: Keeping, runtime: Runtime) -> str:
+    """What the last forward pass kept, where, and what it takes to compute the largest part again."""
+    sizes = keeping.sizes.stretches
+    again = max(size.again_bytes for size in sizes)
+    line = f"activations: {format_bytes(sum(size.kept_bytes for size in sizes))} kept in memory by the last forward pass"
+    if keeping.tier is not device_tier(runtime.world.device):
+        away, peak = sum(size.away_bytes for size in sizes), runtime.ledger.peak(keeping.tier, Kind.ACTIVATION)
+        line += f", {format_bytes(away)} on {keeping.tier.value} (measured peak {format_bytes(peak)})"
+    return line + (f"; computing again holds up to {format_bytes(again)}" if again else "")
 
 
 def _precision(config: ShardConfig, runtime: Runtime) -> str:

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.activations import Keeping
+from shardwise.activations import Keeping, held_by
 from shardwise.comm import Transport
 from shardwise.config import ShardConfig
 from shardwise.engine import Runtime, assemble
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
-from shardwise.observe import EventLog, saved_activation_bytes
+from shardwise.observe import EventLog, MemorySampler, Timeline, draw_html, draw_png, has_matplotlib, noting_saved
 from shardwise.optim import GradScaler, state_bytes
-from shardwise.planner import MemoryPlan, admission, predict_run
+from shardwise.planner import MemoryPlan, SavedBytes, admission, predict_activations, predict_run
 from shardwise.reading import Reading, called_by_all
 from shardwise.report import format_report
 from shardwise.testing import ParityReport, compare_with_plain, fill_replica, group_names
 from shardwise.ticket import Ticket
-from shardwise.tiers import Kind, device_tier
+from shardwise.tiers import Heap, Kind, device_tier
+from shardwise.tiling.operators import OPERATORS
+
+_SAMPLING_S = 0.002
+"""Time between two looks at resident memory."""
 
 
 class Run(Reading):
@@ -39,8 +45,9 @@ class Run(Reading):
         keeping: Keeping | None = None,
     ) -> None:
         super().__init__(model, optimizer, runtime)
-        self._activation_bytes = 0
         self._keeping = keeping
+        self._held = held_by(runtime) if keeping is None else keeping.held
+        self._saved = SavedBytes()
         self.scaler = GradScaler(config.precision.loss_scale, runtime, optimizer, runtime.world.device.type)
         """A `torch.amp.GradScaler` for this model; without `Precision(loss_scale=...)` it scales
         nothing."""
@@ -72,7 +79,7 @@ class Run(Reading):
         handles = [getattr(param, "_shardwise", None) for param in module.parameters()]
         if any(handle is None or handle.unit.owner is not self._runtime.units[0].owner for handle in handles):
             raise ModelError(f"gathered(): {type(module).__name__} has parameters that this run does not manage.")
-        units = {handle.unit.index: handle.unit for handle in handles if handle is not None}
+        units = {unit.index: unit for handle in handles if handle is not None for unit, _ in handle.places}
         with self._runtime.outside.gathered(list(units.values())):
             yield
 
@@ -207,27 +214,93 @@ class Run(Reading):
 
     @contextlib.contextmanager
     def measuring_activations(self) -> Iterator[None]:
-        """Count what autograd keeps for backward inside the context; the report shows it."""
-        units = self._runtime.units
-        with saved_activation_bytes(lambda address: any(unit.has_address(address) for unit in units)) as count:
+        """Count what autograd keeps for backward inside the context: the report, the formula and the ledger's peak include it."""
+        self._held.peak_saved_bytes = self._held.saved_bytes
+        with noting_saved(functools.partial(self._held.hold, is_saved=True)):
             yield
-        more = max(count() - self._activation_bytes, 0)  # what is kept to be computed again is counted where it is kept
-        self._activation_bytes += more
-        self.ledger.reserve(device_tier(self._runtime.world.device), Kind.ACTIVATION, more)
+        sizes = () if self._keeping is None else self._keeping.sizes.stretches
+        self._saved.most = max(self._saved.most, self._held.peak_saved_bytes)
+        self._saved.before = max([self._saved.before, *(size.saved_before_bytes for size in sizes)])
 
     def predicted_memory(self, *, activation_bytes: int | None = None) -> MemoryPlan:
-        """Bytes per rank that the memory formula predicts for this model and configuration."""
-        activations = self._activation_bytes if activation_bytes is None else activation_bytes
-        return predict_run(self.config, self._runtime, self._optimizer, activations)
+        """Bytes per rank that the memory formula predicts for this model and configuration.
+
+        Activations are what `sw.Activations` kept and computed again in the last forward and backward, and what autograd was seen
+        to save by `measuring_activations` or `memory_timeline`; `activation_bytes` replaces both.
+        """
+        if activation_bytes is None:
+            activation_bytes = predict_activations(self._keeping, self._saved)
+        return predict_run(self.config, self._runtime, self._optimizer, self._keeping, activation_bytes)
 
     def measured_memory(self) -> dict[str, int]:
         """Peak bytes by kind as the ledger saw them on this rank."""
+        self._count_moments()
         tier = device_tier(self._runtime.world.device)
-        if self._optimizer is not None and self._runtime.offload.step is None:
-            self.ledger.set(tier, Kind.MOMENT, state_bytes(self._optimizer))
-        found = {kind.value: self.ledger.peak(tier, kind) for kind in Kind}
+        found = {kind.value: self.ledger.peak(tier, kind) for kind in Kind if kind is not Kind.SPARE}
         found["buffer"] += self._runtime.transport.exchange_bytes
         return found
+
+    def _count_moments(self, *_: Any) -> None:
+        """Tell the ledger about states that the user's own optimizer has allocated."""
+        if self._optimizer is not None and self._runtime.offload.step is None:
+            self.ledger.set(device_tier(self._runtime.world.device), Kind.MOMENT, state_bytes(self._optimizer))
+
+    @contextlib.contextmanager
+    def memory_timeline(self, path: str | os.PathLike[str], *, png: bool = True) -> Iterator[Timeline]:
+        """Record what the memory of one step is used for, or of whatever runs inside the context; draw it at the end.
+
+        Writes `<path>.html`, a page to look around in that needs no network, and `<path>.png`, which needs matplotlib (the extra
+        `shardwise[plot]`). Every rank that enters records itself, alone; with several ranks `-rank0` and so on follow the path.
+        The charts show what the ledger counts by kind, per tier, what autograd saves for backward included; the formula's
+        prediction; and resident memory. If the context raises, nothing is written. Yields the Timeline: `samples`, `files`.
+        """
+        base = self._timeline_path(path, png=png)
+        tier = device_tier(self._runtime.world.device)
+        title = f"{base.name}: stage {self.config.stage}, rank {self.rank} of {self._runtime.world.world_size}"
+        timeline = Timeline(title, tier.value, self.events.now)
+
+        def count(*_: Any) -> None:  # what others allocate
+            self._count_moments()
+            timeline.note(tier.value, "exchange", self._runtime.transport.exchange_bytes)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.ledger.observed_by(lambda tier, kind, now: timeline.note(tier.value, kind.value, now)))
+            if self._optimizer is not None:
+                stack.callback(self._optimizer.register_step_post_hook(count).remove)
+            stack.enter_context(self.measuring_activations())
+            Heap().give_back()  # else what earlier steps have freed would be resident, and be used again unseen
+            with contextlib.suppress(OSError):  # only Linux reports resident memory
+                stack.enter_context(MemorySampler(_SAMPLING_S, timeline.note_resident))
+            count()
+            timeline.begin()
+            yield timeline
+            count()
+            timeline.end(self.events)
+        timeline.predicted = self.predicted_memory().by_kind()
+        drawn = {".html": draw_html(timeline).encode(), **({".png": draw_png(timeline)} if png else {})}
+        for suffix, content in drawn.items():
+            base.with_name(base.name + suffix).write_bytes(content)
+        timeline.files = tuple(base.with_name(base.name + suffix) for suffix in drawn)
+
+    def _timeline_path(self, path: str | os.PathLike[str], *, png: bool) -> Path:
+        """Where a recording is written to, without a suffix; raises if it could not be written."""
+        base = Path(path)
+        if base.suffix in (".html", ".png"):
+            base = base.with_suffix("")
+        if self._runtime.world.world_size > 1:
+            base = base.with_name(f"{base.name}-rank{self.rank}")
+        if png and not has_matplotlib():
+            raise ConfigError(
+                "memory_timeline() draws a picture with matplotlib, which is not installed. Install it (pip install matplotlib, "
+                "or the extra shardwise[plot]), or pass png=False to write the page only."
+            )
+        if not base.parent.is_dir():
+            raise ConfigError(
+                f"memory_timeline({os.fspath(path)!r}): there is no directory {os.fspath(base.parent)!r}. Make it first."
+            )
+        if self.ledger.is_observed:
+            raise ConfigError("memory_timeline() was entered inside another one of the same run. Leave that first.")
+        return base
 
     def placement(self) -> list[str]:
         """Lines on where states are kept, how the step is streamed and how much the disk moved; empty without offload."""
@@ -236,7 +309,7 @@ class Run(Reading):
     def report(self, *, activation_bytes: int | None = None) -> str:
         """Bytes by kind, predicted and measured, and traffic, as text for this rank."""
         predicted = self.predicted_memory(activation_bytes=activation_bytes)
-        return format_report(self.config, self._runtime, predicted, self.measured_memory(), self.loss_scale)
+        return format_report(self.config, self._runtime, predicted, self.measured_memory(), self._keeping, self.loss_scale)
 
     def selfcheck(
         self, loss_of: Callable[[nn.Module, int], torch.Tensor], *, steps: int = 3, max_norm: float | None = None
@@ -251,7 +324,9 @@ class Run(Reading):
         plain, plain_optimizer = self._plain_copy(self._optimizer)
         other, other_optimizer = self._plain_copy(self._optimizer)
         mesh = self._runtime.world.mesh
-        runtime = assemble(other, other_optimizer, self.config, mesh, admission(self.config, other_optimizer))
+        runtime = assemble(
+            other, other_optimizer, self.config, mesh, admission(self.config, other_optimizer), operators=OPERATORS
+        )
         run = Run(other, other_optimizer, self.config, runtime)
         report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()

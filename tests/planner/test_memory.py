@@ -11,11 +11,11 @@ import torch
 import shardwise as sw
 from cases import CASES, build
 from shardwise.errors import LifecycleError
-from shardwise.observe import MemorySampler, format_bytes, process_memory
+from shardwise.observe import MemorySampler, format_bytes, noting_saved, process_memory
 from shardwise.planner import UnitSize, gpt_activation_bytes, plan_memory
 from shardwise.testing import RankPool
 from shardwise.testing.models import GPT, GPTConfig
-from shardwise.tiers import Heap, Kind, Ledger, SparePages, Tier, make_full_buffer, pages
+from shardwise.tiers import Heap, HeldStorages, Kind, Ledger, SparePages, Tier, make_full_buffer, pages
 from shardwise.tiers.heap import RETURN_EVERY_BYTES
 
 MB = 1 << 20
@@ -224,15 +224,17 @@ def test_measured_peaks_hold_to_the_formula(pool: RankPool, stage: int, precisio
 
 def test_activation_formula_of_the_gpt() -> None:
     config = GPTConfig(vocabulary=300, context=64, layers=3, heads=4, hidden=64)
-    from shardwise.observe import saved_activation_bytes
-
     model = GPT(config)
     pointers = {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = torch.zeros(2, 48, dtype=torch.int64)
-    with saved_activation_bytes(pointers.__contains__) as count:
-        model(tokens, tokens)
+    held = HeldStorages(Ledger(), Tier.HOST, pointers.__contains__)
+    with noting_saved(held.hold):
+        loss = model(tokens, tokens)
     predicted = gpt_activation_bytes(layers=3, hidden=64, heads=4, sequence=48, batch=2, vocabulary=300)
-    assert 0.9 * predicted <= count() <= 1.1 * predicted, (predicted, count())
+    count = held._ledger.now(Tier.HOST, Kind.ACTIVATION)
+    assert 0.9 * predicted <= count <= 1.1 * predicted, (predicted, count)
+    loss.backward()
+    assert held._ledger.now(Tier.HOST) == 0, "backward has dropped all of it"
 
 
 def test_figures_are_readable() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,9 +12,18 @@ from shardwise.activations.keeping import Keeping, Kept
 from shardwise.engine import Runtime
 
 
-class _Still(NamedTuple):
-    tensor: torch.Tensor
-    version: int
+class _Still:
+    """A tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor, keeping: Keeping) -> None:
+        self.tensor, self.version = tensor.detach() if tensor.requires_grad else tensor, tensor._version
+        self._hold = keeping.held.hold(tensor)
+        keeping.sizes.keep(self, is_away=False)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it takes of the device's tier."""
+        return 0 if self._hold is None else self._hold.num_bytes
 
 
 class Elsewhere:
@@ -26,6 +35,7 @@ class Elsewhere:
 
     def begin(self) -> contextlib.AbstractContextManager[Any]:
         """From now on."""
+        self._keeping.begin_stretch()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         return hooks
@@ -35,7 +45,7 @@ class Elsewhere:
         num_bytes, address = tensor.numel() * tensor.element_size(), storage.data_ptr()
         is_view, is_small = storage.nbytes() != num_bytes, num_bytes < keeping_module.SMALL_BYTES
         if is_view or is_small or any(unit.has_address(address) for unit in self._units):
-            return _Still(tensor.detach() if tensor.requires_grad else tensor, tensor._version)
+            return _Still(tensor, self._keeping)
         return self._keeping.keep(tensor, "a forward pass")
 
 

@@ -6,6 +6,7 @@ backward needs it. Called by recomputation (inputs of calls) and by `Elsewhere` 
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import weakref
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.activations.sizes import Sizes, StretchSize
 from shardwise.activations.stores import Coming, DeviceStore, DiskStore, HostStore, Item, Store
-from shardwise.config import Activations
+from shardwise.config import Activations, Offload
 from shardwise.engine import Runtime
 from shardwise.errors import RanksDifferError, StaleGraphError
 from shardwise.partition import flat_values, storage_stride
 from shardwise.ticket import Ticket
-from shardwise.tiers import DiskFile, Kind, Ledger, checksum, device_tier
+from shardwise.tiers import DiskFile, HeldStorages, Tier, checksum, device_tier
 
 SMALL_BYTES = 1 << 16
 """Smaller tensors stay where they are: moving them costs more than it frees."""
@@ -29,12 +31,15 @@ SMALL_BYTES = 1 << 16
 class Kept:
     """A tensor that stays where it is."""
 
-    def __init__(self, tensor: torch.Tensor, what: str, ledger: Ledger) -> None:
+    def __init__(self, tensor: torch.Tensor, what: str, held: HeldStorages) -> None:
         self._tensor, self._version, self._requires_grad = tensor.detach(), tensor._version, tensor.requires_grad
         self._what = what
-        num_bytes, tier = tensor.numel() * tensor.element_size(), device_tier(tensor.device)
-        ledger.reserve(tier, Kind.ACTIVATION, num_bytes)
-        weakref.finalize(self, ledger.release, tier, Kind.ACTIVATION, num_bytes).atexit = False
+        self._hold = held.hold(tensor)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it takes of its tier."""
+        return 0 if self._hold is None else self._hold.num_bytes
 
     def fetch(self) -> torch.Tensor:
         """The tensor, apart from the graph that it came from."""
@@ -58,6 +63,11 @@ class Moved(Kept):
         self._coming: Coming | None = None
         self._gathering: tuple[torch.Tensor, dist.Work] | None = None
         self._item = keeping.put(flat_values(tensor.detach(), self._stride).view(torch.uint8), what)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it takes of its tier: all bytes, or this rank's part."""
+        return self._item.num_bytes
 
     def start(self) -> None:
         """Start to bring back what this rank has of it."""
@@ -98,14 +108,20 @@ class Keeping:
     """Keeps the tensors of one run."""
 
     def __init__(
-        self, device: torch.device, ledger: Ledger, store: Store | None, group: dist.ProcessGroup | None, ahead_bytes: int
+        self, device: torch.device, held: HeldStorages, store: Store | None, group: dist.ProcessGroup | None, moving_bytes: int
     ) -> None:
-        """`store`: where they are moved to. `group`: whose ranks have equal tensors. `ahead_bytes`: fetched before their use."""
+        """`store`: where they are moved to. `group`: whose ranks have equal tensors. `moving_bytes`: most on their way."""
         self.device = device
-        self._ledger = ledger
-        self._store = store if store is not None or group is None else DeviceStore(ledger, device)
+        self.held = held
+        """Counts what stays where it is, and what is computed again."""
+        self.sizes = Sizes()
+        """What the last forward pass kept."""
+        self._store = store
         self._group = group
-        self._ahead_bytes = ahead_bytes
+        self.ahead_bytes = moving_bytes // 2
+        """Most bytes that are fetched before their use."""
+        self.leaving_bytes = moving_bytes if self.tier is Tier.DISK else 0
+        """Most bytes of buffers that are on their way to the disk."""
         self._known: dict[object, tuple[StorageWeakRef, int, weakref.ref[Kept]]] = {}  # by memory, offset, shape, strides
         self._order: list[weakref.ref[Moved]] = []  # what is away, oldest first
         self.stall_s = 0.0
@@ -114,9 +130,18 @@ class Keeping:
         self._is_first = True  # whether this is the first forward pass, in which ranks of a group compare
 
     @property
+    def tier(self) -> Tier:
+        """Where large tensors are kept."""
+        return device_tier(self.device) if self._store is None else self._store.tier
+
+    @property
     def is_divided(self) -> bool:
         """Whether every rank of a group keeps a part."""
         return self._group is not None
+
+    def begin_stretch(self) -> StretchSize:
+        """What is kept from now on belongs to another stretch; returns what that will take."""
+        return self.sizes.begin_stretch(self.held.saved_bytes)
 
     def keep(self, tensor: torch.Tensor, what: str) -> Kept:
         """Keep a tensor; one that is kept already is not kept twice. `what`: whose it is, for messages."""
@@ -129,10 +154,11 @@ class Keeping:
                 return before
         num_bytes = tensor.numel() * tensor.element_size()
         if self._store is None or num_bytes < SMALL_BYTES or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
-            found = Kept(tensor, what, self._ledger)
+            found = Kept(tensor, what, self.held)
         else:
             found = moved = Moved(tensor, what, self)
             self._order.append(weakref.ref(moved))
+        self.sizes.keep(found, is_away=isinstance(found, Moved) and self.tier is not device_tier(self.device))
         self._known[key] = StorageWeakRef(storage), tensor._version, weakref.ref(found)
         return found
 
@@ -145,6 +171,7 @@ class Keeping:
     def end_forward(self) -> None:
         """No more will be kept; the last ones are needed first."""
         self._is_first = False
+        self.sizes.end_forward()
         self._known.clear()
         self._order = [reference for reference in self._order if reference() is not None]
         self._start_before(len(self._order))
@@ -162,7 +189,7 @@ class Keeping:
             if found is None:
                 continue
             num_bytes += found.num_bytes
-            if num_bytes > self._ahead_bytes:
+            if num_bytes > self.ahead_bytes:
                 return
             found.start()
             if number == 0 and self.is_divided:
@@ -232,17 +259,34 @@ class Keeping:
 
 def make_keeping(runtime: Runtime, asked: Activations) -> Keeping:
     """What keeps the tensors of a run, as asked for."""
-    mover, ledger = runtime.offload.mover, runtime.ledger
-    store: Store | None = None
+    mover, ledger, device = runtime.offload.mover, runtime.ledger, runtime.world.device
+    group = None if asked.partition is False else asked.partition
+    store: Store | None = None if group is None else DeviceStore(ledger, device)
     if asked.offload == "host":
         store = HostStore(ledger, mover, asked.bytes)
     elif asked.offload == "disk":
         disk = runtime.offload.disk if asked.path is None else None
-        path = asked.path or runtime.offload.asked.path or tempfile.gettempdir()
-        found = disk or DiskFile(path, checks=runtime.offload.asked.checks)
+        found = disk or DiskFile(_directory(asked, runtime.offload.asked), checks=runtime.offload.asked.checks)
         store = DiskStore(found, ledger, mover, asked.bytes or _DISK_BYTES, closes_disk=disk is None)
-    group = None if asked.partition is False else asked.partition
-    return Keeping(runtime.world.device, ledger, store, group, (asked.bytes or _DISK_BYTES) // 2)
+    return Keeping(device, held_by(runtime), store, group, asked.bytes or _DISK_BYTES)
+
+
+def held_by(runtime: Runtime) -> HeldStorages:
+    """What counts the tensors that a run holds for backward."""
+    units = runtime.units
+    tier = device_tier(runtime.world.device)
+    return HeldStorages(runtime.ledger, tier, lambda address: any(unit.has_address(address) for unit in units))
+
+
+def check_directory(asked: Activations, states: Offload) -> None:
+    """Raise DiskError if no file can be made where tensors are to be kept. Called before the model is changed."""
+    if asked.offload == "disk" and (asked.path is not None or not states.uses_disk):
+        DiskFile(_directory(asked, states)).close()
+
+
+def _directory(asked: Activations, states: Offload) -> str | os.PathLike[str]:
+    return asked.path or states.path or tempfile.gettempdir()
 
 
 _DISK_BYTES = 128 << 20
+"""Most bytes on their way to the disk, unless `Activations(bytes=...)` says otherwise."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.activations.elsewhere import Elsewhere
-from shardwise.activations.keeping import Keeping, make_keeping
+from shardwise.activations.keeping import Keeping, check_directory, make_keeping
 from shardwise.activations.recompute import Call, Stretch
 from shardwise.config import Activations, ShardConfig
 from shardwise.engine import Hook, Runtime, is_inside_autograd, is_inside_checkpoint
@@ -25,7 +25,10 @@ from shardwise.partition import find_units
 def choose(model: nn.Module, config: ShardConfig) -> tuple[str, ...]:
     """The paths of the modules whose calls will be computed again, in order; nested ones belong to the outermost."""
     asked = config.activations
-    if asked is None or asked.checkpoint is None or not isinstance(model, nn.Module):
+    if asked is None or not isinstance(model, nn.Module):
+        return ()
+    check_directory(asked, config.offload)
+    if asked.checkpoint is None:
         return ()
     if callable(asked.checkpoint):
         chosen = [path for path, module in model.named_modules() if path and asked.checkpoint(path, module)]
@@ -84,7 +87,7 @@ class Policy:
             self._running.append((module, None))
             return
         if self._stretch is None or len(self._stretch.calls) >= self._length:
-            self._stretch = Stretch()
+            self._stretch = Stretch(self._keeping.begin_stretch())
         call = Call(path, module, self._stretch, inputs, self._keeping)
         call.begin()
         self._running.append((module, call))

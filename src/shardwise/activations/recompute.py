@@ -19,9 +19,11 @@ from torch import nn
 
 from shardwise.activations.caches import with_own_caches
 from shardwise.activations.keeping import Keeping, Kept
+from shardwise.activations.sizes import StretchSize
 from shardwise.activations.surroundings import Surroundings
 from shardwise.engine import map_tensors, tensors_in
 from shardwise.errors import ModelError, StaleGraphError
+from shardwise.tiers import Hold
 
 
 class Call:
@@ -34,10 +36,11 @@ class Call:
         self._stretch = weakref.ref(stretch)  # which holds this call: a cycle would keep inputs until garbage is collected
         self._number = len(stretch.calls)
         self._surroundings = Surroundings(keeping.device)
+        self._held = keeping.held
         self._inputs: dict[torch.Tensor, Kept | tuple[int, int]] = {}  # by placeholder; or (call, output) of the stretch
         self._template = with_own_caches(map_tensors(lambda tensor: self._keep(tensor, stretch, keeping), inputs))
         self._shapes: list[torch.Size] = []  # of everything that autograd has saved
-        self._found: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}  # by backward: what was computed and not asked for yet
+        self._found: dict[int, dict[int, _Found]] = {}  # by backward: what was computed and not asked for yet
         self._hooks: contextlib.AbstractContextManager[Any] | None = None
         stretch.calls.append(self)
 
@@ -82,7 +85,7 @@ class Call:
         found = self._found.get(backward, {})
         if number not in found:
             return None
-        tensor, version = found.pop(number)
+        tensor, version, _ = found.pop(number)
         if not found:
             del self._found[backward]
         if tensor._version != version:
@@ -94,16 +97,16 @@ class Call:
 
     def compute(self, backward: int, made: dict[tuple[int, int], torch.Tensor], *, is_last: bool) -> Any:
         """Run the call again and hold what autograd would save, for one backward. Returns the output, None if `is_last`."""
-        found: dict[int, tuple[torch.Tensor, int]] = {}
+        found: dict[int, _Found] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             number = len(found)
             if number >= len(self._shapes) or tensor.shape != self._shapes[number]:
                 raise self._differs(f"saves a tensor of shape {list(tensor.shape)} as number {number + 1}")
-            found[number] = tensor.detach(), tensor._version
+            found[number] = _Found(tensor.detach(), tensor._version, self._held.hold(tensor))
             if is_last and len(found) == len(self._shapes):
                 raise _Enough
-            return found[number][0]  # detached, because a node that saved its own output would be a reference cycle
+            return found[number].tensor  # detached, because a node that saved its own output would be a reference cycle
 
         def fill(placeholder: torch.Tensor) -> torch.Tensor:
             kept = self._inputs.get(placeholder)
@@ -121,6 +124,10 @@ class Call:
         self._found[backward] = found
         return None if is_last else output
 
+    def held_bytes(self, backward: int) -> int:
+        """What was computed and not asked for yet holds this much."""
+        return sum(found.hold.num_bytes for found in self._found.get(backward, {}).values() if found.hold is not None)
+
     def _differs(self, what: str) -> ModelError:
         return ModelError(
             f"module {self.name!r} {what} when it is computed again for backward; the first time it saved {len(self._shapes)}. "
@@ -132,8 +139,9 @@ class Call:
 class Stretch:
     """Calls that follow each other and are computed again at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: StretchSize) -> None:
         self.calls: list[Call] = []
+        self._size = size
         self._makers: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, int]]] = {}
 
     def made(self, call: int, output: Any) -> None:
@@ -164,6 +172,15 @@ class Stretch:
             output = call.compute(backward, made, is_last=number == last)
             for position, tensor in enumerate(tensors_in(output)):
                 made[number, position] = tensor.detach().requires_grad_(tensor.requires_grad)
+        self._size.again_bytes = max(self._size.again_bytes, sum(call.held_bytes(backward) for call in self.calls))
+
+
+class _Found(NamedTuple):
+    """A tensor that was computed again."""
+
+    tensor: torch.Tensor
+    version: int
+    hold: Hold | None
 
 
 class _Enough(Exception):

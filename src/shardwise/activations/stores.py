@@ -24,6 +24,8 @@ class Item(NamedTuple):
     """Where they are: a Room, or memory."""
     arrival: Ticket
     """Ends when they have arrived there."""
+    num_bytes: int
+    """What they take there."""
 
 
 class Coming(NamedTuple):
@@ -36,6 +38,9 @@ class Coming(NamedTuple):
 
 class Store(ABC):
     """Keeps bytes of any length."""
+
+    tier: Tier
+    """Where it keeps them."""
 
     @abstractmethod
     def put(self, source: torch.Tensor) -> Item:
@@ -58,12 +63,12 @@ class DeviceStore(Store):
     """Parts of tensors, beside everything else on the device."""
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
-        self._ledger, self._tier = ledger, device_tier(device)
+        self._ledger, self.tier = ledger, device_tier(device)
 
     def put(self, source: torch.Tensor) -> Item:
         """Copy them: what they are a part of is freed."""
-        self._ledger.reserve(self._tier, Kind.ACTIVATION, source.numel())
-        return Item(source.clone(), Done())
+        self._ledger.reserve(self.tier, Kind.ACTIVATION, source.numel())
+        return Item(source.clone(), Done(), source.numel())
 
     def bring(self, item: Item, device: torch.device) -> Coming:
         """They are there."""
@@ -71,7 +76,7 @@ class DeviceStore(Store):
 
     def drop(self, item: Item) -> None:
         """Free them."""
-        self._ledger.release(self._tier, Kind.ACTIVATION, item.room.numel())
+        self._ledger.release(self.tier, Kind.ACTIVATION, item.room.numel())
 
     def close(self) -> None:
         """There is none."""
@@ -81,7 +86,7 @@ class _SpaceStore(Store):
     """Keeps bytes in a space that is used again and again."""
 
     def __init__(self, tier: Tier, ledger: Ledger, mover: Mover) -> None:
-        self._tier, self._ledger, self._mover = tier, ledger, mover
+        self.tier, self._ledger, self._mover = tier, ledger, mover
         self._arena: Arena[Any] = Arena(self._grow, self._shrink)
 
     def put(self, source: torch.Tensor) -> Item:
@@ -89,9 +94,9 @@ class _SpaceStore(Store):
         room = self._arena.reserve(source.numel())
         self._account(aligned(source.numel()))
         try:
-            return Item(room, self._send(room, source))
+            return Item(room, self._send(room, source), aligned(source.numel()))
         except BaseException:
-            self.drop(Item(room, Done()))
+            self.drop(Item(room, Done(), 0))
             raise
 
     def drop(self, item: Item) -> None:
@@ -102,9 +107,9 @@ class _SpaceStore(Store):
 
     def _account(self, num_bytes: int) -> None:
         """Count bytes of the space as activations, or (if negative) as unused."""
-        kinds = (Kind.BUFFER, Kind.ACTIVATION) if num_bytes > 0 else (Kind.ACTIVATION, Kind.BUFFER)
-        self._ledger.release(self._tier, kinds[0], abs(num_bytes))
-        self._ledger.reserve(self._tier, kinds[1], abs(num_bytes))
+        kinds = (Kind.SPARE, Kind.ACTIVATION) if num_bytes > 0 else (Kind.ACTIVATION, Kind.SPARE)
+        self._ledger.release(self.tier, kinds[0], abs(num_bytes))
+        self._ledger.reserve(self.tier, kinds[1], abs(num_bytes))
 
     def close(self) -> None:
         """Give the space back."""
@@ -126,6 +131,9 @@ class HostStore(_SpaceStore):
     def __init__(self, ledger: Ledger, mover: Mover, max_bytes: int | None) -> None:
         super().__init__(Tier.HOST, ledger, mover)
         self._max_bytes = max_bytes
+        if max_bytes is not None:  # what is not needed does not count against the budget
+            self._arena = Arena(self._grow, self._shrink, least_bytes=0)
+        ledger.reclaim_with(self._arena.drop_idle)
 
     def _grow(self, num_bytes: int) -> torch.Tensor:
         asked = self._arena.num_bytes + num_bytes
@@ -134,11 +142,11 @@ class HostStore(_SpaceStore):
                 f"Activations(bytes={self._max_bytes}) does not suffice: {asked} bytes of host memory are needed so far. Raise "
                 "it, keep checkpoints on disk, or keep fewer (checkpoint=k)."
             )
-        self._ledger.reserve(Tier.HOST, Kind.BUFFER, num_bytes)
+        self._ledger.reserve(Tier.HOST, Kind.SPARE, num_bytes)
         return self._mover.host_memory(num_bytes)
 
     def _shrink(self, slab: torch.Tensor, num_bytes: int) -> None:
-        self._ledger.release(Tier.HOST, Kind.BUFFER, num_bytes)
+        self._ledger.release(Tier.HOST, Kind.SPARE, num_bytes)
 
     def _send(self, room: Room[torch.Tensor], source: torch.Tensor) -> Ticket:
         target = room.slab[room.start : room.start + room.num_bytes]
@@ -171,12 +179,12 @@ class DiskStore(_SpaceStore):
         self._leaving: collections.deque[tuple[Ticket, int]] = collections.deque()
 
     def _grow(self, num_bytes: int) -> list[int]:
-        self._ledger.reserve(Tier.DISK, Kind.BUFFER, num_bytes)
+        self._ledger.reserve(Tier.DISK, Kind.SPARE, num_bytes)
         return [self._disk.reserve(num_bytes)]  # a list, because slabs are told apart by identity
 
     def _shrink(self, slab: list[int], num_bytes: int) -> None:
         self._disk.release(slab[0], num_bytes)
-        self._ledger.release(Tier.DISK, Kind.BUFFER, num_bytes)
+        self._ledger.release(Tier.DISK, Kind.SPARE, num_bytes)
 
     def _send(self, room: Room[list[int]], source: torch.Tensor) -> Ticket:
         if aligned(room.num_bytes) > self._max_bytes:

@@ -127,13 +127,15 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
         for start, values in reader.read(key, 0, vector.shard_numel):
             low = rank * vector.shard_numel + start
             for offset, name in list(waiting):
-                param, end = params[name], offset + math.prod(params[name].shape)
+                param = params[name]
+                begin, numel = vector.tile or (0, math.prod(param.shape))
+                end = offset + numel
                 if offset >= low + values.numel():
                     break
                 first, last = max(offset, low), min(end, low + values.numel())
                 part = values[first - low : last - low]
                 if is_row_major(param.shape, param.stride):
-                    writer.write(name, first - offset, part)
+                    writer.write(name, begin + first - offset, part)
                 else:
                     kept = torch.empty(end - offset, dtype=values.dtype) if kept is None else kept
                     kept[first - offset : last - offset] = part

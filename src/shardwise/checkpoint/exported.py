@@ -58,7 +58,7 @@ class Exported:
     def wanted(self) -> dict[tuple[int, int], str]:
         """The key of each parameter, by the index of its Unit and its slot."""
         handles = {key: value._shardwise for key, value in self._values.items() if hasattr(value, "_shardwise")}
-        return {(handle.unit.index, handle.slot): key for key, handle in handles.items()}
+        return {(unit.index, slot): key for key, handle in handles.items() for unit, slot in handle.places}
 
     def _dtype_of(self, value: torch.Tensor) -> torch.dtype:
         handle = getattr(value, "_shardwise", None)

@@ -182,8 +182,8 @@ class _Source:
             self.left_out = tuple(only)
         for name in sorted(here.keys() & self.manifest.params.keys()):
             (slot, dtype), saved = here[name], self.manifest.params[name]
-            if slot.shape != saved.shape:
-                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(slot.shape)} here"
+            if slot.param_shape != saved.shape:
+                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(slot.param_shape)} here"
             elif slot.stride != saved.stride:
                 yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(slot.stride)} here"
             elif dtype != DTYPES[saved.dtype]:
@@ -203,10 +203,11 @@ class _Source:
 
     def _needed(self, unit: Unit, piece: Piece) -> Iterator[tuple[Segment, str]]:
         """Where everything lies that will be read of a Piece, and of which kind it is."""
-        name = unit.layout.slots[piece.slot_index].name
+        slot = unit.layout.slots[piece.slot_index]
+        name = slot.name
         if name not in self.manifest.params:
             return
-        for segment in self.manifest.locate(name, piece.param_start, piece.numel):
+        for segment in self.manifest.locate(name, slot.start + piece.param_start, piece.numel):
             reader = self._reader(segment)
             kinds = [self.files.value_kind(name)]
             states = self.files.states_in(segment.rank).get(name) if self._takes_states else None
@@ -243,10 +244,11 @@ class _Source:
         """Where Pieces lie in files and in the vector; neighbours in both are one."""
         last: _Together | None = None
         for piece in pieces:
-            name = unit.layout.slots[piece.slot_index].name
+            slot = unit.layout.slots[piece.slot_index]
+            name = slot.name
             if name not in self.manifest.params:
                 continue
-            for segment in self.manifest.locate(name, piece.param_start, piece.numel):
+            for segment in self.manifest.locate(name, slot.start + piece.param_start, piece.numel):
                 key = entry_key(segment.number, kind or self.files.value_kind(name))
                 found = _Together(segment.rank, key, segment.start, piece.shard_start + segment.at, segment.numel)
                 if last is not None and last.ends_at(found):

@@ -42,6 +42,8 @@ class SavedVector:
     names: tuple[str, ...]
     offsets: tuple[int, ...]
     shard_numel: int
+    tile: tuple[int, int] | None = None
+    """If it holds one tile of one parameter: its first element there, and its length."""
 
 
 class Segment(NamedTuple):
@@ -73,19 +75,24 @@ class Manifest:
 
     def locate(self, name: str, start: int, numel: int) -> Iterator[Segment]:
         """Where elements [start, start + numel) of a parameter lie."""
-        number, offset = self._places[name]
-        shard = self.vectors[number].shard_numel
-        low, end = offset + start, offset + start + numel
-        while low < end:
-            rank = low // shard
-            high = min(end, (rank + 1) * shard)
-            yield Segment(rank, number, low - rank * shard, high - low, low - offset - start)
-            low = high
+        for number, offset, first, length in self._places[name]:
+            shard = self.vectors[number].shard_numel
+            low, end = offset + max(start - first, 0), offset + min(start + numel - first, length)
+            while low < end:
+                rank = low // shard
+                high = min(end, (rank + 1) * shard)
+                yield Segment(rank, number, low - rank * shard, high - low, low - offset + first - start)
+                low = high
 
     @functools.cached_property
-    def _places(self) -> dict[str, tuple[int, int]]:
-        """The vector and the offset of every parameter."""
-        return {n: (number, at) for number, v in enumerate(self.vectors) for n, at in zip(v.names, v.offsets, strict=True)}
+    def _places(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """For every parameter, and every tile of one: the vector, the offset there, its first element, its length."""
+        found: dict[str, list[tuple[int, int, int, int]]] = {}
+        for number, vector in enumerate(self.vectors):
+            for name, offset in zip(vector.names, vector.offsets, strict=True):
+                first, length = vector.tile or (0, math.prod(self.params[name].shape))
+                found.setdefault(name, []).append((number, offset, first, length))
+        return found
 
     # -- text -------------------------------------------------------------------------------------------------
 
@@ -96,7 +103,9 @@ class Manifest:
             "world_size": self.world_size,
             "num_steps": self.num_steps,
             "params": {name: [list(p.shape), list(p.stride), p.dtype, p.is_trainable] for name, p in self.params.items()},
-            "vectors": [[list(v.names), list(v.offsets), v.shard_numel] for v in self.vectors],
+            "vectors": [
+                [list(v.names), list(v.offsets), v.shard_numel, *([] if v.tile is None else [list(v.tile)])] for v in self.vectors
+            ],
             "others": self.others,
         }
         return dumps({"format": FORMAT, "version": VERSION, "checksum": _mark(content), "content": content}).encode()
@@ -142,8 +151,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
         for name, (shape, stride, dtype, is_trainable) in _is(dict, content["params"]).items()
     }
     vectors = [
-        SavedVector(tuple(_is(str, name) for name in names), _counts(offsets), _is(int, shard))
-        for names, offsets, shard in _is(list, content["vectors"])
+        SavedVector(tuple(_is(str, name) for name in names), _counts(offsets), _is(int, shard), *map(_tile, tile))
+        for names, offsets, shard, *tile in _is(list, content["vectors"])
     ]
     return Manifest(
         _is(str, content["save_id"]),
@@ -155,28 +164,41 @@ def _parse(content: dict[str, Any]) -> Manifest:
     )
 
 
+def _tile(values: Any) -> tuple[int, int]:
+    first, length = _counts(values)
+    return first, length
+
+
 def _check(found: Manifest) -> None:
-    """Every parameter lies in exactly one vector, inside it, and beside the others."""
+    """Every parameter lies in exactly one vector, inside it, and beside the others; a tiled one in several, end to end."""
     if found.world_size < 1 or found.num_steps < 0:
         raise ValueError(f"world size {found.world_size}, {found.num_steps} steps")
     seen: set[str] = set()
+    tiled: dict[str, int] = {}  # how much of a tiled parameter the vectors so far have
     for number, vector in enumerate(found.vectors):
         if len(vector.names) != len(vector.offsets) or vector.shard_numel < 0:
             raise ValueError(f"vector {number} has {len(vector.names)} names and {len(vector.offsets)} offsets")
         at = 0
         for name, offset in sorted(zip(vector.names, vector.offsets, strict=True), key=lambda pair: pair[1]):
-            if name in seen or name not in found.params:
+            if (name in seen and vector.tile is None) or name not in found.params:
                 raise ValueError(f"parameter {name!r} is {'in two vectors' if name in seen else 'not described'}")
-            seen.add(name)
             shape, stride, *_ = found.params[name]
             if len(shape) != len(stride) or storage_stride(shape, stride) != stride:
                 raise ValueError(f"parameter {name!r} of shape {shape} has strides {stride}")
             numel = math.prod(shape)
+            if vector.tile is not None:
+                if len(vector.names) != 1 or vector.tile[0] != tiled.get(name, 0) or (name in seen and name not in tiled):
+                    raise ValueError(f"the tiles of parameter {name!r} do not follow each other")
+                tiled[name], numel = sum(vector.tile), vector.tile[1]
+            seen.add(name)
             if offset < at:
                 raise ValueError(f"parameter {name!r} overlaps with another one in vector {number}")
             at = offset + numel
         if at > vector.shard_numel * found.world_size:
             raise ValueError(f"vector {number} is shorter than its parameters")
+    for name, numel in tiled.items():
+        if numel != math.prod(found.params[name].shape):
+            raise ValueError(f"the tiles of parameter {name!r} have {numel} elements")
     if seen != found.params.keys():
         raise ValueError(f"parameter {sorted(found.params.keys() - seen)[0]!r} is in no vector")
 

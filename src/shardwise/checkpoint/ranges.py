@@ -145,7 +145,9 @@ class _Ranges:
                 f"the state dict has {sorted(long)} of parameter {name!r}, this run keeps {sorted(stream.states)}: settings of "
                 "the optimizer differ."
             )
-        self.states[name] = {kind: LONG if length == _LONG_KIND else value for kind, (length, value) in saved.items()}
+        self.states[unit.layout.slots[piece.slot_index].name] = {
+            kind: LONG if length == _LONG_KIND else value for kind, (length, value) in saved.items()
+        }
 
     @staticmethod
     def _require(value: Any, unit: Unit, piece: Piece, kind: str) -> None:
@@ -178,14 +180,15 @@ def _pieces(unit: Unit, kind: str) -> tuple[Piece, ...]:
 
 
 def _name(unit: Unit, piece: Piece) -> str:
-    return unit.layout.slots[piece.slot_index].name
+    """The key of a Piece: its parameter's name, with the elements of a tile."""
+    return unit.layout.slots[piece.slot_index].label
 
 
 def _mark(subject: Subject) -> dict[str, Any]:
     """Whose ranges these are: the rank, the world size, and a fingerprint of the layout beside what it was made of."""
     world = subject.runtime.world
     params = {
-        slot.name: [
+        slot.label: [
             list(slot.shape),
             list(slot.stride),
             dtype_name(unit.dtypes.original),

@@ -281,9 +281,10 @@ def make_manifest(
     vectors = []
     for layout, dtype, is_trainable in units:
         for slot in layout.slots:
-            params[slot.name] = SavedParam(slot.shape, slot.stride, dtype_name(dtype), is_trainable)
+            params[slot.name] = SavedParam(slot.param_shape, slot.stride, dtype_name(dtype), is_trainable)
         names, offsets = tuple(slot.name for slot in layout.slots), tuple(slot.offset for slot in layout.slots)
-        vectors.append(SavedVector(names, offsets, layout.shard_numel))
+        tile = next(((slot.start, slot.numel) for slot in layout.slots if slot.whole is not None), None)
+        vectors.append(SavedVector(names, offsets, layout.shard_numel, tile))
     return Manifest(save_id, world_size, num_steps, params, vectors, others)
 
 

@@ -25,6 +25,7 @@ from shardwise.engine.runtime import Runtime
 from shardwise.engine.saved import is_inside_checkpoint
 from shardwise.engine.surface import Hook
 from shardwise.engine.survivors import LONG, MASTER, VALUE, OnDisk, Range, Survivors
+from shardwise.engine.tiles import Find, Operators, Tiled
 from shardwise.engine.unsaved import Unsaved
 
 __all__ = [
@@ -33,12 +34,15 @@ __all__ = [
     "MAX_EVICTIONS",
     "MAX_IN_FLIGHT",
     "VALUE",
+    "Find",
     "Hook",
     "OnDisk",
+    "Operators",
     "Range",
     "Restoring",
     "Runtime",
     "Survivors",
+    "Tiled",
     "Unsaved",
     "assemble",
     "clip_factor",

@@ -47,6 +47,10 @@ class Answers:
         """Run one operation outside any pass: gather, run, write back, free."""
         return self.runtime.outside.operate(function, touched, name)
 
+    def operate_tiled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on tiled parameters."""
+        return self.runtime.tiles.operate(func, name, args, kwargs)
+
     def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
         """Always False: ranks must check that all have written the same values."""
         return False
@@ -71,27 +75,28 @@ class Answers:
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None if there is no gradient; at stage 0 the gradient; else an error, as it is in the shards."""
         runtime, unit, slot = self.runtime, handle.unit, handle.slot
-        if runtime.gradients.accumulated.has(unit.index, slot):
+        if any(runtime.gradients.accumulated.has(each.index, number) for each, number in handle.places):
             runtime.gradients.accumulated.require_reduced(".grad")
-        if not runtime.gradients.holds(unit, slot):
+        if not any(runtime.gradients.holds(each, number) for each, number in handle.places):
             return None
         place = unit.layout.slots[slot]
-        if runtime.stage.gathers_grads:
+        if runtime.stage.gathers_grads and not unit.blueprint.tile_of:
             runtime.gradients.home.show(unit)
             held = next((piece.grad for piece in unit.pieces_of(slot)), None)
             return None if held is None else held.as_strided(place.shape, place.stride)
         raise FreedParameterError(
             f".grad of parameter {place.name!r} (rank {runtime.world.rank}): the gradient was reduced and only this rank's shard "
-            "of it is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, optimizer.zero_grad() to clear."
+            "of it (of a tiled parameter: its tiles) is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, "
+            "optimizer.zero_grad() to clear."
         )
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
         """`parameter.grad = None` clears the shard's gradient too; any other value is refused."""
-        unit, slot = handle.unit, handle.slot
         if grad is not None:
             raise FreedParameterError(
-                f"setting .grad of parameter {unit.layout.slots[slot].name!r}: gradients live in shards and come from "
-                "backward() only; None clears them."
+                f"setting .grad of parameter {handle.unit.layout.slots[handle.slot].name!r}: gradients live in shards and come "
+                "from backward() only; None clears them."
             )
-        if unit.is_trainable:
-            self.runtime.gradients.drop(unit, slot)
+        for unit, slot in handle.places:
+            if unit.is_trainable:
+                self.runtime.gradients.drop(unit, slot)

@@ -10,6 +10,7 @@ import functools
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -30,18 +31,23 @@ from shardwise.engine.restoring import Restoring
 from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
+from shardwise.engine.tiles import Operators
 from shardwise.errors import ModelError, RanksDifferError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
     Blueprint,
+    Handle,
     ParamInfo,
     Unit,
     UnitSpec,
+    adopt_tiled,
+    cut_tiles,
     find_units,
     flat_values,
     join_small,
     list_params,
     make_layout,
+    make_tile_layout,
     storage_stride,
     store,
 )
@@ -56,11 +62,13 @@ def assemble(
     mesh: DeviceMesh | None,
     admit: Callable[[Sequence[Blueprint]], None],
     also: Mapping[str, object] = types.MappingProxyType({}),
+    operators: Operators = types.MappingProxyType({}),
 ) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
     `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit. `also`: what else must be the
-    same on all ranks.
+    same on all ranks; an Exception in place of a value is raised once all ranks know of it, and they raise too. `operators`:
+    what can be done to a parameter tile by tile.
     """
     infos = _check_model(model)
     _number_constructed(infos)
@@ -68,6 +76,9 @@ def assemble(
     specs = find_units(model, config.units, config.max_unit_bytes)
     if config.units is None:
         specs = join_small(specs, min(config.min_unit_bytes, config.max_unit_bytes))
+    if config.tiling is not None:
+        specs = cut_tiles(specs, config.tiling.max_bytes)
+        _check_tiled(specs)
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device)
@@ -92,19 +103,23 @@ def assemble(
     constructions = _constructions(infos)
     heap = Heap()
     for blueprint, spec, vector in zip(blueprints, specs, memory, strict=True):
+        held = [info.param for info in spec.infos]
         unit = Unit(
             blueprint,
             model.get_submodule(spec.module_path),
-            [info.param for info in spec.infos],
+            held if spec.rows is None else [_tile_param(blueprint, held[0])],
             answers,
             ledger,
             vector,
             full=transport.overlay(blueprint.index, vector) if blueprint.can_overlay else None,
             spare_pages=spare_pages,
+            held=held,
         )
         with offload.on_device(unit, keeps_changes=True, is_new=True):
             _fill_unit(unit, spec)
         units.append(unit)
+        if spec.rows is not None and spec.rows[1] == held[0].shape[0]:
+            _adopt_tiled(held[0], units)
         heap.freed(unit.full_bytes)
     while constructions:
         constructions.pop().release()
@@ -123,6 +138,7 @@ def assemble(
         needs_scaling=config.precision.loss_scale is not None,
         prefetch_bytes=prefetch_bytes,
         spare_pages=spare_pages,
+        operators=operators,
     )
     answers.begin(runtime)
     if optimizer is not None:
@@ -259,6 +275,7 @@ def _check_ranks_agree(
                 config.methods,
                 dataclasses.replace(config.offload, path=None),
                 _comparable(config.activations),
+                config.tiling,
             )
         ),
         "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
@@ -266,14 +283,22 @@ def _check_ranks_agree(
             (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
             for info in infos
         ],
-        "also": dict(also),
+        "also": {
+            what: _Failure(f"{type(found).__name__}: {found}") if isinstance(found, Exception) else found
+            for what, found in also.items()
+        },
     }
     everyone = world.gather_objects(mine)
+    for problem in also.values():
+        if isinstance(problem, Exception):
+            raise problem
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if other["options"] != first["options"]:
             raise RanksDifferError(f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}.")
         for what, found in other["also"].items():
+            if isinstance(found, _Failure):
+                raise RanksDifferError(f"rank {rank} could not find out its {what}: {found.text}")
             if found != first["also"][what]:
                 raise RanksDifferError(f"rank {rank} has other {what} than rank 0: {found} against {first['also'][what]}.")
         for a, b in zip(first["params"], other["params"], strict=False):
@@ -288,6 +313,12 @@ def _check_ranks_agree(
             raise RanksDifferError(f"rank 0 has {len(first['params'])} parameters, rank {rank} has {len(other['params'])}.")
         if other["units"] != first["units"]:
             raise RanksDifferError(f"rank {rank} found other Units than rank 0; pass the same units= on every rank.")
+
+
+class _Failure(NamedTuple):
+    """In place of a value: a rank's error, in words."""
+
+    text: str
 
 
 def _comparable(activations: Activations | None) -> object:
@@ -322,11 +353,14 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
     stage = STAGES[config.stage]
     holders = [[model.get_submodule(name.rpartition(".")[0]) for name in info.names] for info in spec.infos]
     dtypes = resolve_dtypes(first.dtype, config.precision, emulated)
-    layout = make_layout(
-        [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
-        dtypes.stored.itemsize,
-        world.shard.size,
-    )
+    if spec.rows is not None:
+        layout = make_tile_layout(spec.infos[0].name, first.shape, spec.rows, dtypes.stored.itemsize, world.shard.size)
+    else:
+        layout = make_layout(
+            [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
+            dtypes.stored.itemsize,
+            world.shard.size,
+        )
     return Blueprint(
         index=index,
         name=spec.name,
@@ -339,7 +373,8 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
         is_trainable=spec.is_trainable,
         is_always_full=stage.params is Held.FULL,
         updates_full=stage.states is Held.FULL,
-        shared_numel=max((info.param.numel() for info in spec.infos if len(info.names) > 1), default=0),
+        shared_numel=max((slot.numel for slot, i in zip(layout.slots, spec.infos, strict=True) if len(i.names) > 1), default=0),
+        tile_of="" if spec.rows is None else spec.infos[0].name,
         adds_in_place=stage.params is Held.SHARD and adds_in_place(model.get_submodule(spec.module_path), holders),
     )
 
@@ -352,10 +387,36 @@ def _reservation(unit: Blueprint) -> Reservation:
 
 
 def _fill_unit(unit: Unit, spec: UnitSpec) -> None:
-    """Copy the parameters' values into the Unit, and free the parameters' own memory."""
+    """Copy the parameters' values into the Unit, and free the parameters' own memory (of a tiled one: with its last tile)."""
     for slot, info in enumerate(spec.infos):
-        store(unit, slot, _values_of(info, unit.layout.slots[slot].stride))
+        place = unit.layout.slots[slot]
+        store(unit, slot, _values_of(info, place.stride)[place.start : place.start + place.numel])
     unit.adopt()
+
+
+def _check_tiled(specs: Sequence[UnitSpec]) -> None:
+    """Raise for tiled parameters with hooks on their gradients: they would never get a whole one."""
+    for info in (spec.infos[0] for spec in specs if spec.rows is not None):
+        if info.param._backward_hooks or info.param._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"parameter {info.name!r} has a hook on its gradient and would be cut into tiles, whose gradients are reduced "
+                "one by one: the hook would never get a whole one. Remove the hook, or raise Tiling(max_bytes=...)."
+            )
+
+
+def _tile_param(blueprint: Blueprint, whole: nn.Parameter) -> nn.Parameter:
+    """What autograd sees of one tile; no module holds it."""
+    blank = torch.empty(0, dtype=blueprint.dtypes.compute, device=blueprint.device)
+    return nn.Parameter(blank, requires_grad=whole.requires_grad)
+
+
+def _adopt_tiled(param: nn.Parameter, units: Sequence[Unit]) -> None:
+    """Take over a parameter when its last tile is filled."""
+    own = [unit for unit in units if unit.held[0] is param]
+    handle = Handle(own[0], 0, keeps_unit=False)
+    for unit in own[1:]:
+        handle.join(unit, 0)
+    adopt_tiled(param, handle)
 
 
 def _values_of(info: ParamInfo, stride: tuple[int, ...]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from shardwise.engine.filling import Filling, SkipInitialisation, Source
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.outside import without_views
 from shardwise.engine.window import ROOM_BYTES, Window
-from shardwise.errors import FreedParameterError, ShardwiseError
+from shardwise.errors import FreedParameterError, LifecycleError, ShardwiseError
 from shardwise.partition import (
     Blueprint,
     Handle,
@@ -231,6 +231,10 @@ class Construction:
                 f"but its values are not kept. {self.remedy()}"
             )
         return result
+
+    def operate_tiled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Never called: parameters are cut into tiles by `shard`."""
+        raise LifecycleError("an operation on a tiled parameter during construction: a broken invariant.")
 
     def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
         """Initialise a parameter again: every rank makes the whole value and keeps its slice, so that nothing is gathered."""

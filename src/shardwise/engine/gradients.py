@@ -17,6 +17,7 @@ from shardwise.comm import BucketSink, BucketSource, Transport, World
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.arrivals import Arrived
 from shardwise.engine.grad_home import GradHome
+from shardwise.engine.lookups import Rows
 from shardwise.engine.reduction import GradShard, LocalGrad
 from shardwise.engine.refusals import check_unchanged
 from shardwise.observe import EventLog
@@ -55,7 +56,8 @@ class Gradients:
         self._is_bounded = stage.grads is Held.SHARD or home.is_offloaded
         self._arrived: dict[int, dict[int, torch.Tensor]] = {index: {} for index in self.units}
         self._versions: dict[int, dict[int, int]] = {index: {} for index in self.units}  # tensor versions of `_arrived`
-        self._order = sorted(self.units, reverse=True)  # last Unit first, until a backward shows the true order
+        self._rows: dict[int, list[Rows]] = {}  # rows of tables whose dense gradients are made when they are reduced
+        self._order = self._first_order()
         self._next_order = self._order
         self._buckets = self._make_buckets()
         self._position = 0  # the next bucket to reduce
@@ -68,6 +70,11 @@ class Gradients:
         """Sums of backwards inside `run.accumulating()`."""
         self.is_scaled = False
         """Whether gradients are still multiplied by the loss scale."""
+
+    def _first_order(self) -> list[int]:
+        """Last Unit first, until a backward shows the true order; before them tiles of a head that is tied to an embedding."""
+        tied = [index for index, unit in self.units.items() if unit.blueprint.tile_of and unit.blueprint.shared_numel]
+        return [*reversed(tied), *(index for index in sorted(self.units, reverse=True) if index not in tied)]
 
     def _number_flags(self) -> dict[tuple[int, int], int]:
         slots = [(unit.index, slot) for unit in self.units.values() for slot in range(len(unit.params))]
@@ -109,14 +116,25 @@ class Gradients:
                 self._ledger.reserve(self._tier, Kind.GRAD, grad.nbytes)
             arrived[slot] = grad
             self._versions[index][slot] = grad._version
-        if len(arrived) == len(unit.params) and index not in self._launched:
-            self._completed[index] = None
+        self._complete(unit)
+
+    def arrive_rows(self, unit: Unit, rows: Rows) -> None:
+        """Receive rows of a tile's gradient; they become a dense one when it is reduced."""
+        self._rows.setdefault(unit.index, []).append(rows)
+        self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        if self._is_complete(unit) and unit.index not in self._launched:
+            self._completed[unit.index] = None
             self._launch_ready()
+
+    def _is_complete(self, unit: Unit) -> bool:
+        return len(self._arrived[unit.index]) == len(unit.params) or unit.index in self._rows
 
     def _launch_ready(self) -> None:
         while self._position < len(self._buckets):
             for unit in self._buckets[self._position]:
-                if len(self._arrived[unit.index]) < len(unit.params):
+                if not self._is_complete(unit):
                     return
             self._launch(self._buckets[self._position])
             self._position += 1
@@ -142,8 +160,23 @@ class Gradients:
         versions, self._versions[unit.index] = self._versions[unit.index], {}
         for slot, grad in self.accumulated.take_rest(unit.index).items():  # this backward has not used these parameters
             arrived[slot], versions[slot] = grad, grad._version
+        if unit.index in self._rows:
+            arrived[0] = self._with_rows(unit, arrived.get(0))
+            versions[0] = arrived[0]._version
         self._launched.add(unit.index)
         return LocalGrad(unit, arrived, versions)
+
+    def _with_rows(self, unit: Unit, grad: torch.Tensor | None) -> torch.Tensor:
+        """A tile's local gradient: what has arrived of it, and its rows."""
+        first, *others = self._rows.pop(unit.index)
+        if grad is None:
+            found = first.dense().to(unit.dtypes.compute)
+            self._ledger.reserve(self._tier, Kind.GRAD, found.nbytes)
+        else:
+            found, others = grad.clone(), [first, *others]  # autograd or user code may hold what has arrived
+        for rows in others:
+            rows.add_to(found)
+        return found
 
     def _start(self, bucket: Sequence[Unit], sources: Sequence[LocalGrad], adds: bool) -> Ticket:
         sinks = []
@@ -188,11 +221,14 @@ class Gradients:
         A rank that has any gradient reduces every Unit, with zeros for what it did not use, before it asks what other ranks used:
         another rank may be waiting for that Unit in the middle of its backward.
         """
-        has_any = bool(self._launched) or any(self._arrived.values()) or self.accumulated.has_any
-        used_here = [i in self._launched or s in self._arrived[i] or self.accumulated.has(i, s) for i, s in self._flags]
+        has_any = bool(self._launched) or any(self._arrived.values()) or bool(self._rows) or self.accumulated.has_any
+        used_here = [
+            i in self._launched or s in self._arrived[i] or i in self._rows or self.accumulated.has(i, s) for i, s in self._flags
+        ]
         if has_any:
             self._launch_rest()
         used, late, anyone_has_any, stall_percent, answers = self._agree(used_here, has_any, stall_percent, asked)
+        self._spread_over_tiles(used)
         if anyone_has_any:
             self._launch_rest()
         while late and self.home.is_offloaded and self._in_flight:
@@ -211,6 +247,17 @@ class Gradients:
         self._reset()
         return stall_percent, answers, anyone_has_any
 
+    def _spread_over_tiles(self, used: list[bool]) -> None:
+        """A parameter of which any tile was used has a gradient: zeros for its other tiles."""
+        tiled: dict[str, list[int]] = {}
+        for (index, _), position in self._flags.items():
+            if self.units[index].blueprint.tile_of:
+                tiled.setdefault(self.units[index].blueprint.tile_of, []).append(position)
+        for positions in tiled.values():
+            is_used = any(used[position] for position in positions)
+            for position in positions:
+                used[position] = is_used
+
     def _launch_rest(self) -> None:
         for bucket in self._buckets[self._position :]:
             self._launch(bucket)
@@ -220,7 +267,7 @@ class Gradients:
         self, used_here: list[bool], has_any: bool, stall_percent: int, asked: Sequence[bool]
     ) -> tuple[list[bool], list[int], bool, int, list[bool]]:
         """All-reduce: used slots, Units with gradients after their reduction (nested backwards), any gradient, stall, `asked`."""
-        late = [i in self._launched and bool(self._arrived[i]) for i in self.units]
+        late = [i in self._launched and (bool(self._arrived[i]) or i in self._rows) for i in self.units]
         order = [*self._completed, *(i for i in self._order if i not in self._completed)]
         is_new = self._world.rank == 0 and order != self._order
         flags = [*asked, *used_here, *late, stall_percent, has_any, is_new]
@@ -256,6 +303,7 @@ class Gradients:
         num_bytes = sum(grad.nbytes for arrived in self._arrived.values() for grad in arrived.values())
         for arrived in self._arrived.values():
             arrived.clear()
+        self._rows.clear()
         self._ledger.release(self._tier, Kind.GRAD, num_bytes)
         self.accumulated.abandon()
         self._next_order = self._order

@@ -79,12 +79,12 @@ def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: S
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:
     """Which Units each module opens: those placed at it, and covered Units whose parameter it holds.
 
-    Units that stay full are never opened. Modules below a Unit's module need no hook: if user code calls one directly,
-    its freed parameters notice that they are touched.
+    Units that stay full are never opened, and tiles only by operations. Modules below a Unit's module need no hook: if user code
+    calls one directly, its freed parameters notice that they are touched.
     """
     found: dict[nn.Module, dict[Unit, list[int]]] = defaultdict(dict)
     for unit in units:
-        if not unit.is_always_full:
+        if not unit.is_always_full and not unit.blueprint.tile_of:
             opened_by = {model.get_submodule(path) for path in unit.blueprint.joined_paths} or {unit.module}
             if unit.is_overlaid and unit.blueprint.joined_paths:
                 opened_by.add(model)  # costs no memory, and calls below it find the Unit open

@@ -61,7 +61,7 @@ class SharedTable:
         self._openings = openings
         self._num_known = 0  # openings whose graphs are gone
         self._alive: list[weakref.ref[_LookupHook]] = []  # look-ups in graphs that may still run, oldest first
-        self._rows: list[_Rows] = []  # handed over and not added yet
+        self._rows: list[Rows] = []  # handed over and not added yet
         _measure_alone()
 
     def watch(self, output: object) -> None:
@@ -84,7 +84,7 @@ class SharedTable:
         self._alive = [entry for entry in self._alive if entry() is not None]
         return bool(self._alive) and self._alive[0]() is hook
 
-    def hand_over(self, rows: _Rows) -> None:
+    def hand_over(self, rows: Rows) -> None:
         """Keep rows until the other parts arrive."""
         self._rows.append(rows)
 
@@ -165,7 +165,7 @@ class _Weakly:
             listener.begin_backward()
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The gradient of one look-up's output, and which rows of the table it belongs to."""
 
     indices: torch.Tensor
@@ -205,7 +205,7 @@ class _LookupHook:
         is_taken = grads[0] is not None and self._table.is_first(self) and self._is_wanted()
         if is_taken:
             assert grads[0] is not None
-            self._table.hand_over(_Rows(self._indices, grads[0], self._num_rows, self._padding))
+            self._table.hand_over(Rows(self._indices, grads[0], self._num_rows, self._padding))
         if not _keeps_graph():
             self._table.forget(self)
         return (None,) if is_taken else None  # None: autograd goes on as usual

@@ -6,6 +6,7 @@ model is; a Unit's whole states are released as soon as it has its shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ class MovingIn:
         for unit in units:
             restoring.restore_states(unit, self.states)
             for slot in unit.layout.slots:
-                self._long.pop(slot.name, None)
+                if slot.start + slot.numel == math.prod(slot.param_shape):  # whole, or its last tile
+                    self._long.pop(slot.name, None)
 
     def clear(self) -> None:
         """Take the whole states out of the optimizer."""
@@ -118,7 +120,7 @@ class MovingIn:
             slot = unit.layout.slots[piece.slot_index]
             values = flat_values(self._long[slot.name][kind], slot.stride)
             vector[piece.shard_start : piece.shard_start + piece.numel].copy_(
-                values[piece.param_start : piece.param_start + piece.numel]
+                values[slot.start + piece.param_start : slot.start + piece.param_start + piece.numel]
             )
 
     def dtype_of(self, unit: Unit, piece: Piece, kind: str) -> torch.dtype:

@@ -6,7 +6,7 @@ The reverse of `moving_in.py`. Long states are gathered Unit by Unit, so that on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,7 +46,34 @@ def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.op
             for slot in _slots_with(unit, kind, states) if is_first else ():
                 states[unit.index, slot][kind] = _cut_out(unit, slot, full)
             del full  # before the next one is gathered
-    return _packed(runtime, optimizer, places, states) if is_first else {}
+    if not is_first:
+        return {}
+    _put_tiles_together(runtime.units, states)
+    return _packed(runtime, optimizer, places, states)
+
+
+def _put_tiles_together(units: Sequence[Unit], states: States) -> None:
+    """Give the first tile of every tiled parameter the states of the whole one."""
+    tiles: dict[str, list[Unit]] = {}
+    for unit in units:
+        if unit.blueprint.tile_of and (unit.index, 0) in states:
+            tiles.setdefault(unit.blueprint.tile_of, []).append(unit)
+    for own in tiles.values():
+        found = [states.pop((unit.index, 0)) for unit in own]
+        states[own[0].index, 0] = {
+            kind: torch.cat([_spread(unit, state[kind]) for unit, state in zip(own, found, strict=True)])
+            if _is_spread(own[0], value)
+            else value
+            for kind, value in found[0].items()
+        }
+
+
+def _is_spread(unit: Unit, value: Any) -> bool:
+    return isinstance(value, _Alike) or (isinstance(value, torch.Tensor) and value.shape == unit.layout.slots[0].shape)
+
+
+def _spread(unit: Unit, value: Any) -> torch.Tensor:
+    return _cut_out(unit, 0, value.element.expand(unit.layout.numel)) if isinstance(value, _Alike) else value
 
 
 def _packed(

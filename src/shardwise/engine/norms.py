@@ -87,7 +87,8 @@ class Norms:
             if not bool(torch.isfinite(grad).all()):
                 flags[position[unit.index, piece.slot]] = 1
         found = self._transport.all_reduce(flags, dist.ReduceOp.MAX).tolist()
-        return [self._units[index].layout.slots[slot].name for index, slot in places if found[position[index, slot]]]
+        names = [self._units[index].layout.slots[slot].name for index, slot in places if found[position[index, slot]]]
+        return list(dict.fromkeys(names))
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -91,7 +91,7 @@ class Outside:
                 runtime.gathering.use(unit).num_contexts += 1
                 done.append(unit)
                 runtime.gathering.uncover(unit)
-            with runtime.saved.keeping():
+            with runtime.saved.keeping(), runtime.tiles.shown(done):
                 yield
         finally:
             self.num_contexts -= 1
@@ -208,11 +208,9 @@ class Outside:
         self._loading_depth += 1
         for name, param in module._parameters.items():
             value, handle = state.get(prefix + name), getattr(param, "_shardwise", None)
-            if (
-                handle is not None
-                and isinstance(value, torch.Tensor)
-                and value.shape == handle.unit.layout.slots[handle.slot].shape
-            ):
+            if handle is None or not isinstance(value, torch.Tensor) or handle.unit.blueprint.tile_of:
+                continue  # a tiled parameter stores what is copied into it
+            if value.shape == handle.unit.layout.slots[handle.slot].shape:
                 stride = handle.unit.layout.slots[handle.slot].stride
                 with runtime.offload.on_device(handle.unit, keeps_changes=True):
                     store(handle.unit, handle.slot, flat_values(value.to(handle.unit.blueprint.device), stride))

@@ -18,12 +18,12 @@ import torch
 
 from shardwise.comm import Transport, World
 from shardwise.engine.adoption import Adoption
-from shardwise.engine.arrivals import Arrivals
+from shardwise.engine.arrivals import Arrivals, Arrived
 from shardwise.engine.backward import EndOfBackward, is_inside_autograd
 from shardwise.engine.changes import Changes
 from shardwise.engine.gathering import Entry, Gathering
 from shardwise.engine.gradients import Gradients
-from shardwise.engine.lookups import Lookups
+from shardwise.engine.lookups import Lookups, Rows
 from shardwise.engine.model_buffers import ModelBuffers
 from shardwise.engine.nested import tensors_in
 from shardwise.engine.norms import Norms
@@ -32,12 +32,13 @@ from shardwise.engine.outside import Outside
 from shardwise.engine.passage import Frame, Passage
 from shardwise.engine.refusals import check_expected
 from shardwise.engine.saved import Place, SavedPlaces
+from shardwise.engine.tiles import Operators, Tiles
 from shardwise.engine.transforms import outside_transforms
 from shardwise.errors import LifecycleError, OptimizerError, ShardwiseError
 from shardwise.observe import EventLog, timed_hook
 from shardwise.partition import Unit, UnitState, publish_master
 from shardwise.stages import Held, Stage
-from shardwise.tiers import Ledger, SparePages
+from shardwise.tiers import Ledger, SparePages, SteadyHeap
 
 
 class Runtime:
@@ -57,8 +58,11 @@ class Runtime:
         needs_scaling: bool,
         prefetch_bytes: int,
         spare_pages: SparePages | None,
+        operators: Operators,
     ) -> None:
-        """`adoption` knows the optimizer. `needs_scaling`: backward() must be called on a scaled loss."""
+        """`adoption` knows the optimizer. `needs_scaling`: backward() must be called on a scaled loss. `operators`: what can be
+        done to a parameter tile by tile.
+        """
         self.units = units
         self.world, self.stage = world, stage
         self.transport = transport
@@ -76,6 +80,7 @@ class Runtime:
         """Multiply all reduced gradients by a factor; returns whether they are finite on all ranks."""
         self.changes = Changes(self.gathering, world, transport, offload)
         self.outside = Outside(self)
+        self.tiles = Tiles(self, units, operators)
         self._buffers = buffers
         self._lookups = Lookups(units, self.gathering.uses, self)
         self._arrivals = Arrivals(units, self, self._lookups.tables, self.gradients.accumulated)
@@ -87,9 +92,15 @@ class Runtime:
         self._end_of_backward: weakref.ref[EndOfBackward] | None = None
         self._is_scaled = False  # whether the running backward started from a scaled loss
         self._update_began = self.events.now()
+        self.heap = SteadyHeap(self._release_kept)
         self.stall_percent = 0
         """Percentage of the last step spent waiting for gathers: the largest of all ranks."""
         self.num_steps = self.num_skipped_steps = 0
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether neither a forward pass, nor a backward, nor a load runs."""
+        return not self._frames and not is_inside_autograd() and not self.outside.is_loading
 
     # -- forward ----------------------------------------------------------------------------------------------
 
@@ -115,7 +126,9 @@ class Runtime:
 
     def _begin_forward(self, *, is_root: bool) -> None:
         """Prepare for an outermost forward call: the model's own (`is_root`) or a submodule's."""
+        self.events.emit("forward")
         self.gathering.discard_kept()
+        self.tiles.check_copies()
         if is_root:
             self._buffers.before_forward(self.transport)
             self.changes.round()
@@ -155,6 +168,7 @@ class Runtime:
             self._close(frame, output)
         if not self._frames and not is_inside_autograd():
             self.gathering.end_forward(leads_to_backward=torch.is_grad_enabled())
+            self.events.emit("forward end")
 
     def _close(self, frame: Frame, output: Any) -> None:
         is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next
@@ -167,7 +181,7 @@ class Runtime:
             use.scopes -= 1
             use.is_pinned |= frame.is_pinning and not unit.is_overlaid  # the graph holds views instead of Places
             self.gathering.cover(unit)
-            if not is_recomputing or unit.is_overlaid:
+            if not is_recomputing or unit.is_overlaid or unit.blueprint.tile_of:
                 self.gathering.free_after_call(unit)
 
     def touch(self, units: Sequence[Unit]) -> bool:
@@ -239,14 +253,34 @@ class Runtime:
         """Receive the gradients of a Unit from autograd."""
         unit = self.units[index]
         arrived = self._arrivals.take(index)
-        check_expected(unit, [entry.slot for entry in arrived])
-        if arrived and self.needs_scaling and not self._is_scaled:
+        if not arrived:
+            return
+        self._check_arrived(unit, [entry.slot for entry in arrived])
+        self.gradients.arrive(unit, arrived)
+        if unit.blueprint.tile_of:  # what this backward does with a tile is done when its gradient is there
+            self.gathering.use(unit).passages.clear()
+            self.gathering.free(unit)
+
+    def _check_arrived(self, unit: Unit, slots: Sequence[int]) -> None:
+        check_expected(unit, slots)
+        if self.needs_scaling and not self._is_scaled:
             raise OptimizerError(
                 "backward() was called on a loss that was not scaled, but this run stores parameters in fp16, where small "
                 "gradients would vanish. Call run.scaler.scale(loss).backward()."
             )
-        if arrived:
-            self.gradients.arrive(unit, arrived)
+
+    def receive(self, unit: Unit, grad: torch.Tensor | Rows) -> None:
+        """Receive a tile's gradient that does not come through autograd's node for the tile: a part of a whole one, or rows."""
+        self.begin_backward()
+        if not unit.params[0].requires_grad:
+            return
+        if isinstance(grad, Rows) and not self.gradients.accumulated.is_open:
+            self._check_arrived(unit, [0])
+            self.gradients.arrive_rows(unit, grad)
+            return
+        dense = grad.dense() if isinstance(grad, Rows) else grad
+        self._check_arrived(unit, [0])
+        self.gradients.arrive(unit, [Arrived(0, dense, dense._version)])
 
     @timed_hook
     def release(self, units: Iterable[Unit], passage: Passage) -> None:
@@ -339,6 +373,7 @@ class Runtime:
         if self.in_backward or self._frames or self.outside.is_loading:
             self.start_afresh()
         self.gathering.settle()
+        self.tiles.check_copies()
         self._free_for_step()
         self.changes.store_written()  # ranks meet here: from now on none reads the shards that will change
         self.gathering.discard_kept()
@@ -374,6 +409,12 @@ class Runtime:
         self.changes.show_new_values()
         self._lookups.begin_afresh()
         self.events.emit("step")
+        self.heap.after_step()  # the graph is gone: of all points of a step, this is where the least is in use
+
+    def _release_kept(self) -> None:
+        """Free buffers that are only kept for the next step, except pinned ones, which are expensive to make."""
+        if not self.offload.mover.is_apart:
+            self.ledger.reclaim()
 
     def _publish(self) -> None:
         """Make changed masters visible to every rank's next forward."""
@@ -398,3 +439,4 @@ class Runtime:
         self.gradients.clear()
         self.num_skipped_steps += 1
         self.events.emit("step skipped")
+        self.heap.after_step()

@@ -61,7 +61,9 @@ class _Passed(NamedTuple):
 def has_foreign_hooks() -> bool:
     """Whether saved-tensor hooks of others are installed, whose unpacking may do more than return a tensor (checkpoints)."""
     top: Hooks | None = None if _top is None else _top(False)
-    return top is not None and not (isinstance(top[0], _Pack) and top[0].is_outermost)
+    if top is not None and isinstance(top[0], _Pack):
+        top = top[0].outer
+    return top is not None and not getattr(top[0], "only_notes", False)
 
 
 def is_inside_checkpoint() -> bool:
@@ -162,16 +164,12 @@ class SavedPlaces:
 class _Pack:
     """Called by autograd with every tensor it saves."""
 
-    __slots__ = ("_outer", "places")
+    __slots__ = ("outer", "places")
 
     def __init__(self, places: SavedPlaces, outer: Hooks | None) -> None:
+        """`outer`: the hooks that were installed before."""
         self.places = places
-        self._outer = outer
-
-    @property
-    def is_outermost(self) -> bool:
-        """Whether no other hooks were installed before."""
-        return self._outer is None
+        self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         try:
@@ -186,8 +184,8 @@ class _Pack:
         if unit is not None and not unit.is_overlaid:
             with torch._C.DisableTorchFunctionSubclass():
                 return places.place(unit, tensor, address)
-        if self._outer is not None:
-            return _Passed(self._outer[1], self._outer[0](tensor))
+        if self.outer is not None:
+            return _Passed(self.outer[1], self.outer[0](tensor))
         # Detached, because a node that saved its own output would be a reference cycle; it shares the version counter.
         return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -54,8 +55,10 @@ class MemorySampler:
     has changed, and otherwise once a second.
     """
 
-    def __init__(self, period_s: float = 0.01) -> None:
+    def __init__(self, period_s: float = 0.01, note: Callable[[int], None] | None = None) -> None:
+        """`note` is called with every sample, by the thread that took it."""
         self.peak_bytes = 0
+        self._note = note
         self._shared = 0
         self._mapped = -1  # the counter when the share was last read
         self._shared_due = 0.0
@@ -73,6 +76,8 @@ class MemorySampler:
             self._shared_due = time.monotonic() + _SHARED_PERIOD_S
         now = anonymous + self._shared
         self.peak_bytes = max(self.peak_bytes, now)
+        if self._note is not None:
+            self._note(now)
         return now
 
     def __enter__(self) -> MemorySampler:

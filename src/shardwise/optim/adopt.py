@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.errors import OptimizerError
 from shardwise.optim.elementwise import check_elementwise, fresh_state
 from shardwise.optim.step import Step, StepListener, StreamedUpdate
-from shardwise.partition import ParamInfo, Unit
+from shardwise.partition import ParamInfo, Unit, UpdatePiece
 
 
 def innermost(optimizer: Any) -> Any:
@@ -66,14 +66,21 @@ class Adopted:
         self._pieces: set[int] = set()  # ids of the pieces that groups may hold
         self.asleep: dict[tuple[int, int], dict[str, Any]] = {}
         """States of frozen parameters, flat as this rank's Piece of them, by Unit and slot. They wake when their Unit thaws."""
-        places = {id(p): (unit.index, slot) for unit in units for slot, p in enumerate(unit.params)}
-        self._places = [[places[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        self._group_of = {place: number for number, listed in enumerate(self._places) for place in listed}
+        places: dict[int, list[tuple[int, int]]] = {}  # of a tiled parameter several
+        for unit in units:
+            for slot, param in enumerate(unit.held):
+                places.setdefault(id(param), []).append((unit.index, slot))
+        self._places = [[places[id(param)][0] for param in group["params"]] for group in optimizer.param_groups]
+        for number, group in enumerate(optimizer.param_groups):
+            self._group_of |= {place: number for param in group["params"] for place in places[id(param)]}
         states = {id(param): (param, state) for param, state in optimizer.state.items() if state}
         optimizer.state.clear()
         for unit in units:
             self._take_fresh_states(optimizer, unit, states)
-        by_param = {id(p): unit.pieces_of(slot) for unit in units for slot, p in enumerate(unit.params)}
+        by_param: dict[int, list[UpdatePiece]] = {}
+        for unit in units:
+            for slot, param in enumerate(unit.held):
+                by_param.setdefault(id(param), []).extend(unit.pieces_of(slot))
         for group in optimizer.param_groups:
             group["params"] = [piece.master for param in group["params"] for piece in by_param[id(param)]]
         self._stream = take_over(optimizer)
@@ -100,7 +107,7 @@ class Adopted:
         """Make this rank's states of a Unit from those that the optimizer was built with; their elements are all alike."""
         masters = {update.slot: update.master for update in unit.pieces}
         for piece in unit.span_pieces:
-            found = states.get(id(unit.params[piece.slot_index]))
+            found = states.get(id(unit.held[piece.slot_index]))
             if found is not None and unit.is_trainable:
                 master = masters[piece.slot_index]
                 optimizer.state[master] = fresh_state(*found, master)
@@ -134,7 +141,10 @@ class Adopted:
                     }
 
     def places(self, optimizer: torch.optim.Optimizer) -> list[list[tuple[int, int]]]:
-        """Unit and slot of every group's parameters, in the order in which the user's groups list them, frozen ones too."""
+        """Unit and slot of every group's parameters, in the order in which the user's groups list them, frozen ones too.
+
+        Of a tiled parameter those of its first tile.
+        """
         self._step.recover(optimizer)
         self._take_new_groups(optimizer)
         if len(optimizer.param_groups) != len(self._places):
@@ -192,8 +202,9 @@ class Adopted:
                     )
                 if place not in self._group_of:
                     self._places[number].append(place)
-                self._group_of[place] = number
-                params += [self._know(piece.master) for piece in handle.unit.pieces_of(handle.slot)]
+                for unit, slot in handle.places:
+                    self._group_of[unit.index, slot] = number
+                    params += [self._know(piece.master) for piece in unit.pieces_of(slot)]
             group["params"] = params
 
     # -- zero_grad and state dicts ----------------------------------------------------------------------------

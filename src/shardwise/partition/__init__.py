@@ -1,26 +1,37 @@
 """Who owns which bytes?
 
-Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `storage_stride`, `row_major`, `is_row_major`, `same_order`
-(offset arithmetic);
-`find_units`, `join_small`, `list_params`, `UnitSpec`, `ParamInfo` (which parameters are gathered together); `Blueprint`,
-`UnitDtypes`, `Span`, `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units before they have memory); `Unit`, `UpdatePiece`
-(Units with memory); `store`, `write_back`, `copy_assigned`, `differs`, `publish_master`, `publish_part`, `flat_values` (copy
-values into and out of Units); `UnitState`, `Handle`, `Owner` (lifecycle); `ShardedParameter`, `FreedParameter`, `FreedView`,
-`METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite` (classes of parameters, and operations on them); `own_grad`, `set_own_grad`,
-`GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
+Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `make_tile_layout`, `storage_stride`, `row_major`, `is_row_major`,
+`same_order` (offset arithmetic); `find_units`, `join_small`, `cut_tiles`, `list_params`, `UnitSpec`, `ParamInfo` (which
+parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`, `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units
+before they have memory); `Unit`, `UpdatePiece` (Units with memory); `store`, `write_back`, `copy_assigned`, `differs`,
+`publish_master`, `publish_part`, `flat_values` (copy values into and out of Units); `UnitState`, `Handle`, `Owner` (lifecycle);
+`ShardedParameter`, `FreedParameter`, `FreedView`, `TiledParameter`, `TiledView`, `adopt_tiled`, `conceal`, `reveal`, `refusal`,
+`METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite`, `map_leaves` (classes of parameters, and operations on them); `own_data`,
+`own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
 
-Invariants: every parameter is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays the same
-object, with the same shape and name, whether its Unit is gathered or freed.
+Invariants: every parameter, or every tile of one, is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays
+the same object, with the same shape and name, whether its Unit is gathered or freed.
 """
 
 from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master
-from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter
-from shardwise.partition.layout import Layout, Piece, Slot, is_row_major, make_layout, row_major, same_order, storage_stride
+from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter, map_leaves, refusal
+from shardwise.partition.layout import (
+    Layout,
+    Piece,
+    Slot,
+    is_row_major,
+    make_layout,
+    make_tile_layout,
+    row_major,
+    same_order,
+    storage_stride,
+)
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, is_overwrite, name_of
-from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_grad, set_own_grad
+from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_data, own_grad, set_own_grad
+from shardwise.partition.tiled import TiledParameter, TiledView, adopt_tiled, conceal, reveal
 from shardwise.partition.unit import Unit
-from shardwise.partition.units import ParamInfo, UnitSpec, find_units, join_small, list_params
+from shardwise.partition.units import ParamInfo, UnitSpec, cut_tiles, find_units, join_small, list_params
 from shardwise.partition.update_piece import UpdatePiece
 from shardwise.partition.values import (
     copy_assigned,
@@ -49,12 +60,17 @@ __all__ = [
     "ShardedParameter",
     "Slot",
     "Span",
+    "TiledParameter",
+    "TiledView",
     "Unit",
     "UnitDtypes",
     "UnitSpec",
     "UnitState",
     "UpdatePiece",
+    "adopt_tiled",
+    "conceal",
     "copy_assigned",
+    "cut_tiles",
     "differs",
     "fill_buckets",
     "find_units",
@@ -64,11 +80,16 @@ __all__ = [
     "join_small",
     "list_params",
     "make_layout",
+    "make_tile_layout",
+    "map_leaves",
     "name_of",
     "needs_own_master",
+    "own_data",
     "own_grad",
     "publish_master",
     "publish_part",
+    "refusal",
+    "reveal",
     "row_major",
     "same_order",
     "set_own_grad",

@@ -62,6 +62,8 @@ class Blueprint:
     """Whether masters are offloaded, in memory of their own."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use."""
+    tile_of: str = ""
+    """The parameter of which this Unit is one tile. It is gathered by operations, not by modules, and one at a time."""
     adds_in_place: bool = False
     """Whether all but one of those modules only look rows up, so that their gradients are added in place."""
 

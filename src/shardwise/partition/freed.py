@@ -80,13 +80,17 @@ class _Freed(torch.Tensor):
     """Base class of freed parameters and their views: passes operations to the owner."""
 
     _shardwise: Handle
+    is_tiled = False
+    """Whether it stands for several Units: a parameter that is cut into tiles, or a view of one."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Answer metadata from the placeholder; have the owner gather and run any other operation."""
         kwargs = kwargs or {}
         name = name_of(func)
-        if name in METADATA or func is torch.autograd.grad:
+        if func is torch.autograd.grad:
+            return _differentiate(args, kwargs)
+        if name in METADATA:
             if name.startswith("new_") and isinstance(args[0], FreedView):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device), *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
@@ -103,6 +107,9 @@ class _Freed(torch.Tensor):
             return first
         if name in REMEDIES:
             raise refusal(first, name)
+        tiled = next((value for value in touched if value.is_tiled), None)
+        if tiled is not None:
+            return tiled._shardwise.unit.owner.operate_tiled(func, name, args, kwargs)
         is_target = first is (args[0] if args else kwargs.get("tensor"))
         if is_target and len(touched) == 1 and isinstance(first, FreedParameter) and is_overwrite(func, name):
             handle = first._shardwise
@@ -146,6 +153,15 @@ class _Freed(torch.Tensor):
         raise refusal(self, "pickle")
 
 
+def _differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad`, which needs no values; refused for tiled parameters, which are in no graph."""
+    tiled = next((value for value in _flatten((args, kwargs)) if isinstance(value, _Freed) and value.is_tiled), None)
+    if tiled is not None:
+        raise refusal(tiled, "torch.autograd.grad")
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.grad(*args, **kwargs)
+
+
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation while its Units are gathered."""
     return func(*_replaced(args), **_replaced(kwargs))
@@ -153,18 +169,19 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _replaced(value: Any) -> Any:
     """Replace every `FreedView` by a real view; parameters are real tensors while gathered."""
-    return _mapped(value, lambda leaf: leaf._real() if isinstance(leaf, FreedView) else leaf)
+    return map_leaves(value, lambda leaf: leaf._real() if isinstance(leaf, FreedView) else leaf)
 
 
 def _swapped(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    return _mapped(value, lambda leaf: new if leaf is old else leaf)
+    return map_leaves(value, lambda leaf: new if leaf is old else leaf)
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change every leaf of an operation's arguments."""
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(map_leaves(item, change) for item in value)
     return change(value)
 
 
@@ -337,7 +354,7 @@ def refusal(param: _Freed, what: str) -> FreedParameterError:
     if what in CONVERSIONS:
         remedy = "Convert or move the model before sw.shard(); sw.shard(precision=...) sets the stored and computing dtypes."
     return FreedParameterError(
-        f"{what} on parameter {slot.name!r} (shape {list(slot.shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
+        f"{what} on parameter {slot.name!r} (shape {list(slot.param_shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
         f"rank's shard is in memory outside the forward pass. {remedy or unit.owner.remedy()}"
     )
 

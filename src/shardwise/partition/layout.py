@@ -10,12 +10,15 @@ import bisect
 import ctypes
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 ALIGN_BYTES = 64
 """Every parameter starts at a multiple of this, the size of a cache line."""
 BLOCK_BYTES = 4096
 """Large shards are whole multiples of a direct-I/O block."""
+ROW_ALIGN = 16
+"""Tiles begin at multiples of this many rows, if that many fit into one: matrix products run in such blocks."""
 LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
 """Shards from this size on are padded to whole blocks, which adds less than a sixteenth."""
 
@@ -24,7 +27,7 @@ LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
 class Slot:
     """A range of one parameter: `numel` elements from `offset` of the flat vector, seen with `shape` and `stride`.
 
-    The range begins at element `start` of the parameter, in its storage order. Today it is always the whole parameter.
+    The range begins at element `start` of the parameter, in its storage order. It is the whole parameter, or one tile of it.
     """
 
     name: str
@@ -33,11 +36,23 @@ class Slot:
     numel: int
     offset: int
     start: int = 0
+    whole: tuple[int, ...] | None = None
+    """The whole parameter's shape, if the range is a tile."""
 
     @property
     def end(self) -> int:
         """One past the last element."""
         return self.offset + self.numel
+
+    @property
+    def param_shape(self) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return self.shape if self.whole is None else self.whole
+
+    @property
+    def label(self) -> str:
+        """A name that no other Slot has: the parameter's, with the elements of a tile."""
+        return self.name if self.whole is None else f"{self.name}[{self.start}:{self.start + self.numel}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +146,29 @@ def make_layout(params: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], 
     if shard * itemsize >= LARGE_SHARD_BYTES:
         shard = _round_up(shard, BLOCK_BYTES // itemsize)
     return Layout(tuple(slots), shard, num_shards)
+
+
+def make_tile_layout(name: str, shape: Sequence[int], rows: tuple[int, int], itemsize: int, num_shards: int) -> Layout:
+    """Lay out one tile, the given rows of a row-major parameter, as a flat vector of its own."""
+    tile = (rows[1] - rows[0], *shape[1:])
+    layout = make_layout([(name, tile, row_major(tile))], itemsize, num_shards)
+    slot = dataclasses.replace(layout.slots[0], start=rows[0] * math.prod(shape[1:]), whole=tuple(shape))
+    return dataclasses.replace(layout, slots=(slot,))
+
+
+def cut_rows(num_rows: int, row_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+    """Cut rows into tiles of at most `max_bytes`, nearly equal; each begins at a multiple of ROW_ALIGN if that many fit.
+
+    A row is never cut: `row_bytes` must not exceed `max_bytes`.
+    """
+    most = max_bytes // row_bytes
+    if most >= ROW_ALIGN:
+        most -= most % ROW_ALIGN
+    num_tiles = -(-num_rows // most)
+    rows = -(-num_rows // num_tiles)
+    if most >= ROW_ALIGN:
+        rows = _round_up(rows, ROW_ALIGN)
+    return [(at, min(at + rows, num_rows)) for at in range(0, num_rows, rows)]
 
 
 def storage_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def operate(self, function: Callable[[], Any], touched: Sequence[Handle], name: str) -> Any:
         """Run one operation on freed parameters outside any pass; `name` is its name, for messages."""
 
+    def operate_tiled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on tiled parameters: tile by tile if it can be done so, else on copies of the whole."""
+
     def overwrite(self, handle: Handle, write: Callable[[torch.Tensor], object]) -> bool:
         """Give a freed parameter the values that `write` puts into a new tensor, without a gather; False if that is not done."""
 
@@ -78,8 +81,8 @@ class Owner(Protocol):
 class Handle:
     """The one attribute that a parameter carries: its Unit and its Slot there.
 
-    A Slot holds a range of a parameter, today always the whole parameter. A parameter that is split lies in several Slots:
-    `places` lists them in order, and `unit` and `slot` are the first.
+    A Slot holds a whole parameter or one tile of it. A tiled parameter lies in several Slots: `places` lists them in order, and
+    `unit` and `slot` are the first.
 
     Autograd's nodes hold parameters, and Python's garbage collector cannot see that. So a parameter holds the Unit of a running
     model by a weak reference only; the model's hooks keep the Unit alive.

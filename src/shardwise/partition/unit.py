@@ -48,15 +48,19 @@ class Unit:
         *,
         full: FullBuffer | None = None,
         spare_pages: SparePages | None = None,
+        held: Sequence[nn.Parameter] | None = None,
     ) -> None:
         """`memory`: `blueprint.reserved_numel` elements of the stored dtype, none if the shard is offloaded. `full`: an
-        overlay of all ranks' shards, if there is one. `spare_pages`: pages of freed Units, to be used again.
+        overlay of all ranks' shards, if there is one. `spare_pages`: pages of freed Units, to be used again. `held`: the
+        parameters as modules hold them, if those are not `params`: of a tile, the tiled parameter.
         """
         self.blueprint = blueprint
         self.index = blueprint.index
         """Its number, and the tag of its operations."""
         self.module = module
         self.params = list(params)
+        self.held = self.params if held is None else list(held)
+        """The parameters as modules and the user's optimizer hold them."""
         self.owner = owner
         self.state = UnitState.SHARDED
         self.writes = Writes(self.params, is_always_full=blueprint.is_always_full)
@@ -65,7 +69,7 @@ class Unit:
         # Covered: a shared parameter placed above the modules that hold it. While gathered it looks freed to all others, so that
         # their touch is noticed, and it can be freed before the backward of the module above has ended.
         is_above = len(params) == 1 and all(p is not params[0] for p in module._parameters.values())
-        self.is_covered = is_above and not blueprint.is_always_full
+        self.is_covered = is_above and not blueprint.is_always_full and not blueprint.tile_of
         self._ledger = ledger
         self._tier = device_tier(blueprint.device)
         self._spare_pages = spare_pages

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
+from shardwise.partition.layout import cut_rows, is_row_major, storage_stride
 
 HUGE_SHARE = 0.5
 """A parameter outside the blocks gets its own Unit if it is at least this fraction of the largest block ..."""
@@ -55,6 +56,8 @@ class UnitSpec:
     is_trainable: bool
     joined_paths: tuple[str, ...] = ()
     """The modules that open it, if it was joined."""
+    rows: tuple[int, int] | None = None
+    """If it is one tile of its only parameter: which rows."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +117,41 @@ def join_small(specs: Sequence[UnitSpec], min_unit_bytes: int) -> list[UnitSpec]
         group.append(spec)
     is_only = sum(len(group) > 1 for group in groups) == 1
     return [group[0] if len(group) == 1 else _joined(group, is_only=is_only) for group in groups]
+
+
+def cut_tiles(specs: Sequence[UnitSpec], max_bytes: int) -> list[UnitSpec]:
+    """Cut every matrix above `max_bytes` into tiles, each a Unit of its own in front of the Unit that it was in.
+
+    Vectors are never cut. A parameter is cut between its rows; raises if one row is larger than a tile may be, or if rows do not
+    lie one after the other.
+    """
+    found: list[UnitSpec] = []
+    for spec in specs:
+        large = {info.name: info for info in spec.infos if info.param.dim() > 1 and info.num_bytes > max_bytes}
+        for info in large.values():
+            for low, high in _rows_of_tiles(info, max_bytes):
+                found.append(UnitSpec(f"{info.name}[{low}:{high}]", info.scope, (info,), spec.is_trainable, rows=(low, high)))
+        rest = tuple(info for info in spec.infos if info.name not in large)
+        if rest:
+            found.append(dataclasses.replace(spec, infos=rest))
+    return found
+
+
+def _rows_of_tiles(info: ParamInfo, max_bytes: int) -> list[tuple[int, int]]:
+    shape, stride = tuple(info.param.shape), tuple(info.param.stride())
+    if not is_row_major(shape, storage_stride(shape, stride)):
+        raise ModelError(
+            f"Tiling(max_bytes={max_bytes}): parameter {info.name!r} of shape {list(shape)} takes {info.num_bytes} bytes and its "
+            f"rows do not lie one after the other (strides {list(stride)}), so that it cannot be cut between them. Store it "
+            "contiguously (`param.data = param.data.contiguous()` before sw.shard()), or raise max_bytes."
+        )
+    row_bytes = info.num_bytes // shape[0]
+    if row_bytes > max_bytes:
+        raise ModelError(
+            f"Tiling(max_bytes={max_bytes}): one row of parameter {info.name!r} of shape {list(shape)} takes {row_bytes} bytes, "
+            f"and a row cannot be cut. Use max_bytes of at least {row_bytes}."
+        )
+    return cut_rows(shape[0], row_bytes, max_bytes)
 
 
 def _joined(specs: Sequence[UnitSpec], *, is_only: bool) -> UnitSpec:

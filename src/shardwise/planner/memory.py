@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from shardwise.activations import StretchSize
 from shardwise.engine import MAX_EVICTIONS, MAX_IN_FLIGHT
 from shardwise.optim import NUM_SETS
 from shardwise.partition import fill_buckets, needs_own_master
@@ -32,6 +33,8 @@ class UnitSize:
     """Gathering needs no memory: the full vector is an overlay of the ranks' shards."""
     shared_numel: int = 0
     """Elements of the largest parameter that several modules use: autograd holds its gradients while it adds them."""
+    is_tile: bool = False
+    """It is one tile of a parameter: gathered by an operation, one at a time."""
     adds_in_place: bool = False
     """The parts of that parameter's gradient are added in place, into the part that comes first."""
 
@@ -114,7 +117,7 @@ def _grads_on_the_way(trainable: Sequence[UnitSize], num_buckets: int | None) ->
     """Bytes of the local gradients in memory at once, with those of parameters that several modules use."""
     local = _local_grads(trainable, num_buckets)
     totals = [local]
-    for unit in [u for u in trainable if u.shared_numel]:
+    for unit in [u for u in trainable if u.shared_numel and not u.is_tile]:
         num_bytes = unit.shared_numel * unit.compute_itemsize
         if not unit.adds_in_place:
             totals.append(local + 2 * num_bytes)
@@ -158,7 +161,9 @@ def _largest_chain(units: Sequence[UnitSize]) -> int:
 
     Joined Units linger beside them, together at most as large as the largest of each kind.
     """
-    chains = [(u.joined_paths or (u.path,), 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize, u) for u in units]
+    sizes = {id(u): 0 if u.gathers_in_place else u.full_numel * u.compute_itemsize for u in units}
+    tile = max((sizes[id(u)] for u in units if u.is_tile), default=0)  # in addition to what modules have gathered around it
+    chains = [(u.joined_paths or (u.path,), sizes[id(u)], u) for u in units if not u.is_tile]
     joined = sorted((num_bytes, _kind(unit)) for _, num_bytes, unit in chains if unit.joined_paths)
     largest, most_beside = 0, sum({kind: num_bytes for num_bytes, kind in joined}.values())
     for deepest in {path for paths, _, _ in chains for path in paths}:
@@ -169,7 +174,7 @@ def _largest_chain(units: Sequence[UnitSize]) -> int:
             elif unit.joined_paths:
                 beside += num_bytes
         largest = max(largest, used + min(beside, most_beside))
-    return largest
+    return largest + tile
 
 
 def _kind(unit: UnitSize) -> tuple[int, ...]:
@@ -195,3 +200,34 @@ def gpt_activation_bytes(
     per_token = 2 * hidden + 5 * hidden + heads + 9 * hidden + 4
     head = 2 * hidden + 2 + vocabulary
     return itemsize * tokens * (layers * per_token + head)
+
+
+def checkpoint_bytes(
+    *, batch: int, sequence: int, hidden: int, layers: int, interval: int = 1, itemsize: int = 2, degree: int = 1
+) -> int:
+    """Bytes of activation checkpoints per rank, as ZeRO's papers count them: 2 bsz seq hd nl / ci in 16 bit.
+
+    One hidden state per token is kept for every `interval` layers. With `degree` ranks that have equal ones and divide them (Pa)
+    each keeps a part. On the device it is nothing if they are offloaded.
+    """
+    return -(-itemsize * batch * sequence * hidden * -(-layers // interval) // degree)
+
+
+def kept_activation_bytes(stretches: Sequence[StretchSize], *, saved_bytes: int = 0, saved_before_bytes: int = 0) -> int:
+    """Bytes of activations in the device's own memory at most, for a forward pass that is computed again stretch by stretch.
+
+    At the end of the forward pass everything that is kept is there, with the `saved_bytes` that autograd saves outside of
+    stretches. Backward computes the last stretch again first, when only `saved_before_bytes` of those are left: what was saved
+    before that stretch began. It drops the inputs of every stretch that it has passed.
+    """
+    most = sum(size.kept_bytes for size in stretches) + saved_bytes
+    kept = 0
+    for size in stretches:
+        kept += size.kept_bytes
+        most = max(most, kept + saved_before_bytes + size.again_bytes)
+    return most
+
+
+def passing_activation_bytes(stretches: Sequence[StretchSize], *, leaving_bytes: int, ahead_bytes: int) -> int:
+    """Bytes of the buffers for activations on their way down (at most `leaving_bytes`) and up (`ahead_bytes`)."""
+    return min(sum(size.away_bytes for size in stretches), leaving_bytes + ahead_bytes)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.activations import Keeping
 from shardwise.config import ShardConfig
 from shardwise.engine import Runtime
 from shardwise.errors import MemoryBudgetError
 from shardwise.observe import format_bytes
 from shardwise.optim import num_moments
 from shardwise.partition import Blueprint
-from shardwise.planner.memory import MemoryPlan, UnitSize, plan_memory
+from shardwise.planner.memory import (
+    MemoryPlan,
+    UnitSize,
+    kept_activation_bytes,
+    passing_activation_bytes,
+    plan_memory,
+)
 
 
 def predict_memory(
@@ -41,6 +49,7 @@ def predict_memory(
             gathers_in_place=overlaid is not None and overlaid[number],
             shared_numel=unit.shared_numel,
             adds_in_place=unit.adds_in_place,
+            is_tile=bool(unit.tile_of),
         )
         for number, unit in enumerate(blueprints)
     ]
@@ -57,8 +66,28 @@ def predict_memory(
     )
 
 
+@dataclasses.dataclass
+class SavedBytes:
+    """What autograd was seen to save outside of what is computed again."""
+
+    most: int = 0
+    """At once, at the end of a forward pass."""
+    before: int = 0
+    """Of these, before the last stretch that is computed again began."""
+
+
+def predict_activations(keeping: Keeping | None, saved: SavedBytes) -> int:
+    """Bytes of activations on the device's own tier: what was kept and computed again last, and what autograd saves besides."""
+    stretches = () if keeping is None else keeping.sizes.stretches
+    return kept_activation_bytes(stretches, saved_bytes=saved.most, saved_before_bytes=saved.before)
+
+
 def predict_run(
-    config: ShardConfig, runtime: Runtime, optimizer: torch.optim.Optimizer | None, activation_bytes: int
+    config: ShardConfig,
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer | None,
+    keeping: Keeping | None,
+    activation_bytes: int,
 ) -> MemoryPlan:
     """Apply the formula to a model that is sharded."""
     runner = runtime.gathering.runner
@@ -67,10 +96,18 @@ def predict_run(
         [unit.blueprint for unit in runtime.units],
         overlaid=[unit.is_overlaid for unit in runtime.units],
         num_moments=len(runtime.offload.states) or num_moments(optimizer),
-        exchange_bytes=runtime.transport.planned_exchange_bytes,
+        exchange_bytes=runtime.transport.planned_exchange_bytes + (0 if keeping is None else _passing_bytes(keeping)),
         activation_bytes=activation_bytes,
         prefetch_bytes=0 if runner is None else runner.budget_bytes,
         accumulates=runtime.gradients.accumulated.was_used,
+    )
+
+
+def _passing_bytes(keeping: Keeping) -> int:
+    """Bytes of buffers for activations on their way, on the device's own tier."""
+    is_down_there = keeping.device.type != "cpu"  # buffers on the way to the disk are then in host memory
+    return passing_activation_bytes(
+        keeping.sizes.stretches, leaving_bytes=0 if is_down_there else keeping.leaving_bytes, ahead_bytes=keeping.ahead_bytes
     )
 
 

@@ -15,7 +15,7 @@ from shardwise.partition import Unit
 
 def group_names(optimizer: torch.optim.Optimizer, units: Sequence[Unit], world: World) -> list[list[str]]:
     """Names of the parameters in every group of an optimizer whose pieces are spread over ranks, in the model's order."""
-    order = [slot.name for unit in units for slot in unit.layout.slots]
+    order = list(dict.fromkeys(slot.name for unit in units for slot in unit.layout.slots))
     names = {id(update.master): unit.layout.slots[update.slot].name for unit in units for update in unit.pieces}
     mine = [{names[id(piece)] for piece in group["params"]} for group in optimizer.param_groups]
     found = [set().union(*theirs) for theirs in zip(*world.gather_objects(mine), strict=True)]

@@ -14,7 +14,7 @@ from shardwise.tiers.disk import aligned
 from shardwise.tiers.extents import Extents
 
 LEAST_BYTES = 1 << 22
-"""A slab is at least this long."""
+"""A slab is at least this long, unless the space has a budget."""
 _T = TypeVar("_T")
 
 
@@ -29,9 +29,9 @@ class Room(NamedTuple, Generic[_T]):
 class Arena(Generic[_T]):
     """Reserves ranges of whole blocks. Safe for several threads."""
 
-    def __init__(self, grow: Callable[[int], _T], shrink: Callable[[_T, int], None]) -> None:
-        """`grow(num_bytes)` makes a slab; `shrink(slab, num_bytes)` gives one back."""
-        self._grow, self._shrink = grow, shrink
+    def __init__(self, grow: Callable[[int], _T], shrink: Callable[[_T, int], None], least_bytes: int = LEAST_BYTES) -> None:
+        """`grow(num_bytes)` makes a slab of at least `least_bytes`; `shrink(slab, num_bytes)` gives one back."""
+        self._grow, self._shrink, self._least_bytes = grow, shrink, least_bytes
         self._slabs: list[tuple[_T, int, Extents]] = []
         self._used = self._peak = 0
         self._lock = threading.RLock()  # reentrant: a range may be released by the garbage collector at any moment
@@ -49,7 +49,7 @@ class Arena(Generic[_T]):
                 self._become_one()
             found = self._find(length)
             if found is None:
-                self._add(max(length, LEAST_BYTES))
+                self._add(max(length, self._least_bytes))
                 found = self._find(length)
             assert found is not None
             self._used += length
@@ -70,6 +70,12 @@ class Arena(Generic[_T]):
             extents.release(room.start, aligned(room.num_bytes))
             self._used -= aligned(room.num_bytes)
 
+    def drop_idle(self) -> None:
+        """Give all slabs back if nothing is in them."""
+        with self._lock:
+            if not self._used:
+                self._give_back()
+
     def close(self) -> None:
         """Forget all slabs, and what is still reserved in them."""
         with self._lock:
@@ -81,8 +87,11 @@ class Arena(Generic[_T]):
         extents.release(0, num_bytes)
         self._slabs.append((slab, num_bytes, extents))
 
-    def _become_one(self) -> None:
+    def _give_back(self) -> None:
         while self._slabs:
             slab, length, _ = self._slabs.pop()
             self._shrink(slab, length)
-        self._add(max(self._peak, LEAST_BYTES))
+
+    def _become_one(self) -> None:
+        self._give_back()
+        self._add(max(self._peak, self._least_bytes))

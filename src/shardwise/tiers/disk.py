@@ -245,16 +245,15 @@ def _open_nameless(directory: Path) -> tuple[int, bool]:
     """Open a file without a name; return its descriptor and whether it supports O_DIRECT."""
     if not directory.is_dir():
         if directory.exists():
-            raise DiskError(errno.ENOTDIR, f"{directory} is not a directory. Name one for the states, as in Offload(path=...).")
-        raise DiskError(errno.ENOENT, f"directory {directory} does not exist. Make it, or name another one in Offload(path=...).")
+            raise DiskError(errno.ENOTDIR, f"{directory} is not a directory. Name one that is (path=...).")
+        raise DiskError(errno.ENOENT, f"directory {directory} does not exist. Make it, or name another one (path=...).")
     try:
         descriptor = _open_anonymous(directory)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise DiskError(
                 error.errno,
-                f"directory {directory} cannot be written: {error.strerror}. Name one that this user may write in, as in "
-                "Offload(path=...).",
+                f"directory {directory} cannot be written: {error.strerror}. Name one that this user may write in, as path=....",
             ) from None
         raise DiskError(error.errno or errno.EIO, f"no file could be made in {directory}: {error.strerror}.") from None
     return descriptor, make_direct(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,32 @@ def run_head(
     return losses, [sums.hidden, sums.weight, sums.bias]
 
 
+def chunk_logits(
+    head: Head, batch: Batch, *, wants_grad: bool
+) -> Iterator[tuple[slice, torch.Tensor, tuple[_Buffers, torch.Tensor, torch.Tensor | None]]]:
+    """(tokens, their logits as the loss sees them, what `chunk_gradients` needs) chunk by chunk; valid until the next one."""
+    num_tokens = len(batch.hidden)
+    length = head.tokens_per_chunk(num_tokens, len(batch.weight), wants_grad=wants_grad)
+    buffers = _Buffers(head, batch.weight, batch.bias, min(length, num_tokens))
+    for start in range(0, num_tokens, length):
+        chunk = slice(start, min(start + length, num_tokens))
+        states = batch.hidden[chunk].to(head.dtype)
+        logits = buffers.logits(states)
+        yield chunk, logits, (buffers, states, _scale_and_cap(head, logits, wants_grad=wants_grad))
+
+
+def chunk_gradients(
+    head: Head, batch: Batch, wanted: Sequence[bool], slopes: Callable[[slice, torch.Tensor], None]
+) -> list[torch.Tensor | None]:
+    """The gradients of hidden, weight and bias where they are `wanted`. `slopes` turns logits into their gradient, in place."""
+    sums = _Gradients(head, batch.hidden, batch.weight, is_partial=False, wanted=wanted)
+    for chunk, logits, (buffers, states, slope) in chunk_logits(head, batch, wants_grad=True):
+        slopes(chunk, logits)
+        _through_scale_and_cap(head, logits, slope)
+        sums.add(buffers, logits, states, chunk)
+    return [sums.hidden, sums.weight, sums.bias]
+
+
 class _Buffers:
     """The weight as the products need it, and memory for one chunk's logits.
 
@@ -153,13 +179,7 @@ def _loss_and_slope(
     Q * log(sum(exp(z))) - sum(q * z), and its gradient is Q * softmax(z) - q. Both are formed after the row's largest logit was
     subtracted, which changes neither.
     """
-    slope = None
-    if head.logit_scale != 1.0:
-        logits.mul_(head.logit_scale)
-    if head.soft_cap is not None:
-        logits.div_(head.soft_cap).tanh_()
-        slope = logits.square().neg_().add_(1.0) if wants_grad else None
-        logits.mul_(head.soft_cap)
+    slope = _scale_and_cap(head, logits, wants_grad=wants_grad)
     logits.sub_(logits.amax(-1, keepdim=True))
     smooth = head.label_smoothing / logits.shape[-1]
     hit = torch.full_like(labels, 1.0 - head.label_smoothing, dtype=head.wide)
@@ -178,8 +198,25 @@ def _loss_and_slope(
         logits.scatter_add_(-1, labels, -hit)
         if smooth:
             logits.sub_(smooth if weights is None else smooth * weights)
-        if slope is not None:
-            logits.mul_(slope)
-        if head.logit_scale != 1.0:
-            logits.mul_(head.logit_scale)
+        _through_scale_and_cap(head, logits, slope)
     return losses
+
+
+def _scale_and_cap(head: Head, logits: torch.Tensor, *, wants_grad: bool) -> torch.Tensor | None:
+    """Turn a head's output into logits, in place; returns the derivative of the cap if there is one and it will be needed."""
+    if head.logit_scale != 1.0:
+        logits.mul_(head.logit_scale)
+    if head.soft_cap is None:
+        return None
+    logits.div_(head.soft_cap).tanh_()
+    slope = logits.square().neg_().add_(1.0) if wants_grad else None
+    logits.mul_(head.soft_cap)
+    return slope
+
+
+def _through_scale_and_cap(head: Head, slopes: torch.Tensor, slope: torch.Tensor | None) -> None:
+    """Turn a gradient of logits into one of the head's output, in place."""
+    if slope is not None:
+        slopes.mul_(slope)
+    if head.logit_scale != 1.0:
+        slopes.mul_(head.logit_scale)

@@ -43,7 +43,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: what the head is applied to, [..., H].
-        weight: of the head, [V, H]. A sharded parameter is gathered, as by any operation.
+        weight: of the head, [V, H]. A sharded parameter is gathered, as by any operation; a tiled one tile by tile.
         labels: classes, [...], int64.
         bias: of the head, [V].
         ignore_index: the label of tokens that do not count. They cost nothing.
@@ -94,14 +94,14 @@ def linear_cross_entropy(
     is_partial = kept.numel() < flat.numel()
     targets = flat.index_select(0, kept) if is_partial else flat
     check_labels(targets, weight.shape[0], ignore_index)
-    head = Head(_product_dtype(hidden), float(logit_scale), soft_cap, float(label_smoothing), chunk_bytes)
+    head = Head(product_dtype(hidden), float(logit_scale), soft_cap, float(label_smoothing), chunk_bytes)
     states, rows = hidden.reshape(flat.numel(), hidden.shape[-1]), kept if is_partial else None
     plan = _Plan(head, reduction, recomputes or reduction == "none", torch.is_grad_enabled())
     found: torch.Tensor = _Loss.apply(states, weight, bias, targets, rows, class_weight, plan)  # type: ignore[no-untyped-call]
     return found.view(labels.shape) if reduction == "none" else found
 
 
-def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
+def product_dtype(hidden: torch.Tensor) -> torch.dtype:
     """The dtype of the matrix products: the inputs' own, or autocast's, which leaves fp64 alone."""
     device = hidden.device.type
     if hidden.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -109,7 +109,8 @@ def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off on a tensor's device."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
 
@@ -140,7 +141,7 @@ class _Loss(torch.autograd.Function):
     ) -> torch.Tensor:
         batch = Batch(hidden, weight, bias, targets, rows, class_weight)
         wanted = [plan.is_recorded and not plan.recomputes and need for need in ctx.needs_input_grad[:3]]
-        with _without_autocast(hidden):
+        with without_autocast(hidden):
             losses, sums = run_head(plan.head, batch, wanted)
         ctx.plan, ctx.dtypes = plan, [None if source is None else source.dtype for source in batch[:3]]
         # A sharded weight is saved as a Place, so that its Unit can be freed until backward.
@@ -180,7 +181,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
     factors = None
     if ctx.denominator is None:
         factors = grad if batch.rows is None else grad.index_select(0, batch.rows)
-    with _without_autocast(grad):
+    with without_autocast(grad):
         _, sums = run_head(ctx.plan.head, batch, ctx.needs_input_grad[:3], factors)
     return sums
 
