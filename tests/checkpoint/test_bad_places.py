@@ -328,6 +328,17 @@ def test_two_runs_that_save_to_one_path(tmp_path: Path) -> None:
     assert names == sorted(f"step-{number}" for number in range(40))
 
 
+def test_a_checkpoint_that_appears_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, place = tmp_path / "checkpoint", place_of(tmp_path / "checkpoint", "1")
+    for directory in (target, place):
+        directory.mkdir()
+        (directory / "file").write_text(directory.name)
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    with pytest.raises(CheckpointError, match="has appeared while it was written"):
+        claim.appear(place, target)
+    assert (target / "file").read_text() == "checkpoint"
+
+
 def test_a_save_that_runs_is_left_alone_and_a_killed_one_is_removed(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     place = place_of(target, "1")
@@ -346,7 +357,8 @@ def test_a_save_that_runs_is_left_alone_and_a_killed_one_is_removed(tmp_path: Pa
 
 
 def test_a_lock_that_is_taken_for_a_leftover_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "checkpoint"
+    """It is made again: the other run may save elsewhere in this directory, and nobody would save here."""
+    target, place = tmp_path / "checkpoint", place_of(tmp_path / "checkpoint", "1")
     lock = claim._is_locked_now
 
     def late(descriptor: int) -> bool:
@@ -355,9 +367,8 @@ def test_a_lock_that_is_taken_for_a_leftover_before_it_is_locked(tmp_path: Path,
         return lock(descriptor)
 
     monkeypatch.setattr(claim, "_is_locked_now", late)
-    with pytest.raises(CheckpointError, match="another run is saving to"), claimed(target, place_of(target, "1")):
-        pass
-    assert not os.listdir(tmp_path)
+    with claimed(target, place):
+        assert sorted(os.listdir(tmp_path)) == [place.name, f"{place.name}.lock"]
 
 
 def removing(directory: str) -> list[str]:

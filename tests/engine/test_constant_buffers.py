@@ -13,11 +13,11 @@ from shardwise.testing import RankPool
 from shardwise.testing.models import GPT, GPTConfig
 from shardwise.tiers import Kind, Tier
 
-LAYERS = (3, 6, 12)
+LAYERS = (24, 48, 96)
 
 
-def most_buffers(layers: int, **options: Any) -> tuple[int, int]:
-    """(peak of buffers, peak of parameters) over three steps with evaluation in between."""
+def most_buffers(layers: int, **options: Any) -> tuple[int, int, int]:
+    """(peak of buffers over three steps with evaluation in between, the same by the formula, peak of parameters)."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=64, context=16, layers=layers, heads=2, hidden=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -33,6 +33,7 @@ def most_buffers(layers: int, **options: Any) -> tuple[int, int]:
     tiers = (Tier.DEVICE, Tier.HOST)
     found = (
         sum(run.ledger.peak(tier, Kind.BUFFER) for tier in tiers),
+        run.predicted_memory().buffer,
         sum(run.ledger.peak(tier, Kind.PARAM) for tier in Tier),
     )
     run.close()
@@ -43,7 +44,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlays": {},
     "copied": {"transport": "copied"},
     "pairwise": {"transport": "pairwise"},
-    "disk": {"offload": "disk"},
+    # portions of a step that are smaller than the smallest of the models
+    "disk": {"offload": sw.Offload(params="disk", grads="disk", optimizer="disk", step_bytes=1 << 16)},
     "computed again": {"transport": "copied", "activations": sw.Activations(offload="host")},
     "tiles": {"transport": "copied", "tiling": 16384},
 }
@@ -53,6 +55,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_buffers_do_not_grow_with_the_model(pool: RankPool, way: str) -> None:
     by_size = [pool.run(most_buffers, layers, **WAYS[way]) for layers in LAYERS]
     for sizes in zip(*by_size, strict=True):  # of each rank
-        buffers, params = zip(*sizes, strict=True)
+        buffers, bounds, params = zip(*sizes, strict=True)
         assert params[2] > 3 * params[0], "the models do grow"
-        assert buffers[0] == buffers[1] == buffers[2], (way, buffers)
+        assert bounds[0] == bounds[1] == bounds[2] >= max(buffers), (way, bounds, buffers)
+        if way != "disk":  # how many of the allowed buffers are in use at once depends on the disk's pace there
+            assert buffers[0] == buffers[1] == buffers[2], (way, buffers)

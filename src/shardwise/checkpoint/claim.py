@@ -7,6 +7,7 @@ file belongs to nobody, however young it is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -19,6 +20,7 @@ from shardwise.observe import format_bytes
 _SAVING = ".saving-"
 """Between the name of a checkpoint and its save_id, while it is being written."""
 _LOCK = ".lock"
+_MOST_TRIES = 1000
 
 
 def place_of(target: Path, save_id: str) -> Path:
@@ -35,15 +37,23 @@ def claimed(target: Path, place: Path) -> Iterator[None]:
         raise CheckpointError(f"{target} exists already. Save to another path, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = _lock_of(place)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = _made_and_locked(lock)
     try:
-        if not _is_locked_now(descriptor) or not lock.exists():  # taken for a leftover before it was locked
-            raise _another(target)
         place.mkdir()
         yield
     finally:
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _made_and_locked(lock: Path) -> int:
+    """Make a lock file. If a run that cleans up takes it for a leftover before it is locked, it is made again."""
+    for _ in range(_MOST_TRIES):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if _is_locked_now(descriptor) and lock.exists():
+            return descriptor
+        os.close(descriptor)
+    raise CheckpointError(f"the lock {lock} was removed or held {_MOST_TRIES} times by other runs that save here. Try again.")
 
 
 def require_room(place: Path, num_bytes: int) -> None:
@@ -60,9 +70,15 @@ def require_room(place: Path, num_bytes: int) -> None:
 def appear(place: Path, target: Path) -> None:
     """Give a directory that is complete its name. All files in it are on the disk."""
     _sync(place)
+    appeared = CheckpointError(f"{target} has appeared while it was written, and is left as it is. Use another path.")
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} has appeared while it was written, and is left as it is. Use another path.")
-    os.rename(place, target)  # fails if a directory with files has the name meanwhile
+        raise appeared
+    try:
+        os.rename(place, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # something else has the name meanwhile
+            raise appeared from error
+        raise
     _sync(target.parent)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
 from shardwise.errors import FreedParameterError
 from shardwise.partition.lifecycle import Handle
@@ -105,6 +106,9 @@ class _Freed(torch.Tensor):
                 return func(torch.empty_strided(*first._strides(), dtype=first.dtype, device=first.device), *args[1:], **kwargs)
         if name in CASTS and first is args[0] and len(touched) == 1 and first._is_cast_to_itself(func, args, kwargs):
             return first
+        if name == "untyped_storage" and torch._guards.TracingContext.try_get() is not None:
+            # torch.compile describes an input of a graph. This has it leave the operation out, which then runs here.
+            raise UnsupportedFakeTensorException(f"{first!r} has no memory while it is freed: its operations are not compiled")
         if name in REMEDIES:
             raise refusal(first, name)
         tiled = next((value for value in touched if value.is_tiled), None)

@@ -94,7 +94,9 @@ def plan_memory(
     master = sum(span[id(u)] * u.master_itemsize for u in trainable if _has_own_master(u, span[id(u)]))
     on_the_way = _grads_on_the_way(trainable, reductions_in_flight if row.grads is Held.SHARD and not accumulates else None)
     spans = [span[id(u)] * u.master_itemsize for u in trainable]
-    passing = _passing_bytes(spans, bool(master), num_moments, offloaded, step_bytes)
+    passing = _passing_bytes(
+        trainable, spans, num_moments, offloaded, step_bytes, max(reductions_in_flight - 1, 1), has_masters=bool(master)
+    )
     return MemoryPlan(
         param=param,
         master=0 if "optimizer" in offloaded else master,
@@ -143,8 +145,20 @@ def _local_grads(trainable: Sequence[UnitSize], num_buckets: int | None) -> int:
     return _largest_run(sizes, num_buckets) + waiting
 
 
-def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, offloaded: Collection[str], step_bytes: int) -> int:
-    """Bytes of the buffers for transfers to and from disk: those of a step, or those of gradients if they are more."""
+def _passing_bytes(
+    trainable: Sequence[UnitSize],
+    spans: Sequence[int],
+    num_moments: int,
+    offloaded: Collection[str],
+    step_bytes: int,
+    reductions_in_flight: int,
+    *,
+    has_masters: bool,
+) -> int:
+    """Bytes of the buffers for transfers to and from disk: those of a step, or those of gradients if they are more.
+
+    One pool serves both, so that a step's portions also lie in buffers that were made for the longer gradients of Units.
+    """
     vectors: float = num_moments if "optimizer" in offloaded else 0
     vectors += "grads" in offloaded
     vectors += "params" in offloaded or (has_masters and "optimizer" in offloaded)
@@ -152,8 +166,14 @@ def _passing_bytes(spans: Sequence[int], has_masters: bool, num_moments: int, of
     step = int(NUM_SETS * vectors * min(step_bytes, sum(spans)))
     if "grads" not in offloaded:
         return step
-    largest = max(spans, default=0)
-    return max(step + max(largest - step_bytes, 0), _largest_run(spans, MAX_EVICTIONS + 1))
+    backward = list(reversed(spans))
+    buckets = fill_buckets(backward, [_kind(unit) for unit in reversed(trainable)])
+    starts = range(max(len(buckets) - reductions_in_flight, 0) + 1)
+    windows = [[backward[at] for bucket in buckets[s : s + reductions_in_flight] for at in bucket] for s in starts]
+    reduced = max(windows, key=sum, default=[])
+    evicted = sorted(spans, reverse=True)[: min(MAX_EVICTIONS, len(spans) - len(reduced))]
+    borrowed = [*reduced, *evicted]
+    return max(step + sum(max(num_bytes - step_bytes, 0) for num_bytes in borrowed), sum(borrowed))
 
 
 def _largest_chain(units: Sequence[UnitSize]) -> int:
