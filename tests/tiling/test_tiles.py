@@ -287,9 +287,9 @@ def budgeted(max_bytes: int, directory: str) -> tuple[int, int]:
     """Train a layer whose weight alone is larger than the budget, from disk. Returns the ledger's peak and the weight's size."""
     torch.manual_seed(0)
     with sw.sharded_init(offload=sw.Offload(params="disk", path=directory)):
-        model = nn.Sequential(nn.Linear(512, 8192, bias=False), nn.ReLU(), nn.Linear(8192, 4))
+        model = nn.Sequential(nn.Linear(512, 16384, bias=False), nn.ReLU(), nn.Linear(16384, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    weight_bytes = 512 * 8192 * 4
+    weight_bytes = 512 * 16384 * 4
     offload = sw.Offload(
         params="disk", grads="disk", optimizer="disk", path=directory, host_bytes=weight_bytes // 2, step_bytes=1 << 16
     )
