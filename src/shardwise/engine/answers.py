@@ -56,9 +56,12 @@ class Answers:
         return False
 
     def flagged(self, handle: Handle, requires_grad: bool) -> None:
-        """Make a frozen Unit trainable when the first of its parameters is unfrozen."""
-        if requires_grad and not handle.unit.is_trainable:
-            self.runtime.unfreeze(handle.unit)
+        """Make a frozen Unit trainable when the first of its parameters is unfrozen. Tiles follow their parameter."""
+        for unit, slot in handle.places:
+            if unit.params[slot].requires_grad != requires_grad:
+                unit.params[slot].requires_grad = requires_grad  # a tile, which is not the parameter itself
+            elif requires_grad and not unit.is_trainable:
+                self.runtime.unfreeze(unit)
 
     def owns(self, address: int) -> bool:
         """Whether an address lies in the full vector of a Unit."""

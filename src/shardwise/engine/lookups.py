@@ -182,7 +182,7 @@ class Rows(NamedTuple):
         distinct, places = torch.unique(self.indices, return_inverse=True)
         padding = torch.searchsorted(distinct, self.padding).item() if self.padding in distinct else -1
         sums = torch.ops.aten.embedding_dense_backward(self.grad, places, distinct.numel(), padding, False)
-        total.index_add_(0, distinct, sums)
+        total.index_add_(0, distinct, sums.to(total.dtype))
 
 
 class _LookupHook:

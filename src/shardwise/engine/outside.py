@@ -289,7 +289,7 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         unit, start = next(((unit, start) for start, end, unit in places if start <= address < end), (None, 0))
         if unit is None:
             return tensor
-        if tensor.requires_grad:
+        if tensor.grad_fn is not None:
             return tensor  # part of a graph: its memory is kept for as long as it is used
         slot = unit.layout.slot_at((address - start) // unit.dtypes.compute.itemsize)
         return FreedView.of(next(h for h in touched if h.unit is unit).at(slot), tensor)

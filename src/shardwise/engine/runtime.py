@@ -169,6 +169,7 @@ class Runtime:
         if not self._frames and not is_inside_autograd():
             self.gathering.end_forward(leads_to_backward=torch.is_grad_enabled())
             self.events.emit("forward end")
+            self.tiles.check_copies()
 
     def _close(self, frame: Frame, output: Any) -> None:
         is_recomputing = is_inside_autograd()  # a checkpoint recomputes: keep Units, their backward comes next

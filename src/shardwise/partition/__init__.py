@@ -5,9 +5,9 @@ Public names: `Layout`, `Slot`, `Piece`, `make_layout`, `make_tile_layout`, `sto
 parameters are gathered together); `Blueprint`, `UnitDtypes`, `Span`, `needs_own_master`, `fill_buckets`, `BUCKET_BYTES` (Units
 before they have memory); `Unit`, `UpdatePiece` (Units with memory); `store`, `write_back`, `copy_assigned`, `differs`,
 `publish_master`, `publish_part`, `flat_values` (copy values into and out of Units); `UnitState`, `Handle`, `Owner` (lifecycle);
-`ShardedParameter`, `FreedParameter`, `FreedView`, `TiledParameter`, `TiledView`, `adopt_tiled`, `conceal`, `reveal`, `refusal`,
-`METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite`, `map_leaves` (classes of parameters, and operations on them); `own_data`,
-`own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
+`ShardedParameter`, `FreedParameter`, `FreedView`, `TiledParameter`, `TiledRow`, `TiledView`, `adopt_tiled`, `conceal`, `reveal`,
+`refusal`, `METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite`, `map_leaves` (classes of parameters, and operations on them);
+`own_data`, `own_grad`, `set_own_grad`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes).
 
 Invariants: every parameter, or every tile of one, is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays
 the same object, with the same shape and name, whether its Unit is gathered or freed.
@@ -29,7 +29,7 @@ from shardwise.partition.layout import (
 from shardwise.partition.lifecycle import Handle, Owner, UnitState
 from shardwise.partition.operations import COLLECTIVES, METADATA, is_overwrite, name_of
 from shardwise.partition.raw import GRAD, REQUIRES_GRAD, own_data, own_grad, set_own_grad
-from shardwise.partition.tiled import TiledParameter, TiledView, adopt_tiled, conceal, reveal
+from shardwise.partition.tiled import TiledParameter, TiledRow, TiledView, adopt_tiled, conceal, reveal
 from shardwise.partition.unit import Unit
 from shardwise.partition.units import ParamInfo, UnitSpec, cut_tiles, find_units, join_small, list_params
 from shardwise.partition.update_piece import UpdatePiece
@@ -61,6 +61,7 @@ __all__ = [
     "Slot",
     "Span",
     "TiledParameter",
+    "TiledRow",
     "TiledView",
     "Unit",
     "UnitDtypes",

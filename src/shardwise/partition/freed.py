@@ -89,8 +89,8 @@ class _Freed(torch.Tensor):
         """Answer metadata from the placeholder; have the owner gather and run any other operation."""
         kwargs = kwargs or {}
         name = name_of(func)
-        if func is torch.autograd.grad:
-            return _differentiate(args, kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _differentiate(func, args, kwargs)
         if name in METADATA:
             if name.startswith("new_") and isinstance(args[0], FreedView):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device), *args[1:])
@@ -157,13 +157,13 @@ class _Freed(torch.Tensor):
         raise refusal(self, "pickle")
 
 
-def _differentiate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.autograd.grad`, which needs no values; refused for tiled parameters, which are in no graph."""
+def _differentiate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad` or `backward`, which need no values; `grad` of a tiled parameter would be whole, and is refused."""
     tiled = next((value for value in _flatten((args, kwargs)) if isinstance(value, _Freed) and value.is_tiled), None)
-    if tiled is not None:
+    if tiled is not None and func is torch.autograd.grad:
         raise refusal(tiled, "torch.autograd.grad")
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.grad(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,9 +357,12 @@ def refusal(param: _Freed, what: str) -> FreedParameterError:
         remedy = "Do it inside `with torch.no_grad(), run.gathered(module):`, on every rank."
     if what in CONVERSIONS:
         remedy = "Convert or move the model before sw.shard(); sw.shard(precision=...) sets the stored and computing dtypes."
+    where = "only this rank's shard is in memory outside the forward pass."
+    if param.is_tiled:
+        where = "it is cut into tiles and has no memory of its own."
     return FreedParameterError(
-        f"{what} on parameter {slot.name!r} (shape {list(slot.param_shape)}, Unit {unit.name!r}, rank {unit.rank}): only this "
-        f"rank's shard is in memory outside the forward pass. {remedy or unit.owner.remedy()}"
+        f"{what} on parameter {slot.name!r} (shape {list(slot.param_shape)}, Unit {unit.name!r}, rank {unit.rank}): {where} "
+        f"{remedy or unit.owner.remedy()}"
     )
 
 

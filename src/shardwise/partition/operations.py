@@ -99,7 +99,7 @@ REMEDIES = {
     "tying through .data": "Tie parameters as one, `module.weight = other.weight`, before sw.shard(); or copy values: copy_().",
     "training a view": "It is a place in a sharded parameter, without memory of its own: take a copy, `.detach().clone()`.",
     "torch.autograd.grad": "Its gradient comes tile by tile: use backward(), then run.grad(name).",
-    "a view": "It is cut into tiles, and a view of all of them has no memory: take one inside `with run.gathered(module):`.",
+    "a view of a tiled parameter": "Take it inside `with run.gathered(module):`, or a copy: `.detach().clone()`.",
     "resize_": "A sharded parameter keeps its shape: change it before sw.shard().",
 }
 """Operations that a freed parameter refuses, and what to do instead."""

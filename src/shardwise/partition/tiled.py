@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.errors import FreedParameterError
 from shardwise.partition.freed import FreedParameter, ShardedParameter, _Freed, managed_classes, refusal
 from shardwise.partition.lifecycle import Handle
-from shardwise.partition.raw import REQUIRES_GRAD, point_at, set_own_grad
+from shardwise.partition.raw import point_at, set_own_grad
 
 
 class TiledParameter(FreedParameter):
@@ -49,18 +49,6 @@ class TiledParameter(FreedParameter):
         """Refused, because there is no storage to set."""
         raise refusal(self, "set_")
 
-    @property
-    def requires_grad(self) -> bool:
-        """As `Tensor.requires_grad`; its tiles follow."""
-        flag: bool = REQUIRES_GRAD.__get__(self)
-        return flag
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        REQUIRES_GRAD.__set__(self, value)
-        for unit, slot in self._shardwise.places:
-            unit.params[slot].requires_grad = value
-
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """Refused: the whole gradient never exists."""
         raise self._refuse_hooks("register_hook()")
@@ -88,33 +76,26 @@ class TiledParameter(FreedParameter):
         return f"TiledParameter({slot.name!r}, shape={list(slot.param_shape)}, dtype={self.dtype}, tiles={num_tiles})"
 
 
-class TiledView(_Freed):
-    """A tiled parameter as `.data`, `.detach()` or `.t()` give it: the same tiles, seen otherwise, without memory."""
+class _StandIn(_Freed):
+    """A view of a tiled parameter, without memory."""
 
     is_tiled = True
     param: TiledParameter
-    is_transposed: bool
     has_history: bool
     """Whether autograd would record operations on it."""
 
-    @staticmethod
-    def of(param: TiledParameter, *, is_transposed: bool, has_history: bool) -> TiledView:
-        """Make the stand-in; only a matrix can be transposed."""
-        shape, stride = param._strides()
-        if is_transposed:
-            shape, stride = shape[::-1], stride[::-1]
-        stand_in: TiledView = torch.Tensor._make_wrapper_subclass(
-            TiledView, shape, strides=stride, dtype=param.dtype, device=param.device
-        )
-        stand_in.param, stand_in.is_transposed, stand_in.has_history = param, is_transposed, has_history
-        stand_in._shardwise = param._shardwise
-        return stand_in
+    def _begin(self, param: TiledParameter, *, has_history: bool) -> None:
+        self.param, self.has_history, self._shardwise = param, has_history, param._shardwise
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse operations that bypass `__torch_function__`."""
-        first = next(value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, TiledView))
+        first = next(value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, _StandIn))
         raise refusal(first, f"{getattr(func, '_opname', func)}")
+
+    def detached(self) -> _StandIn:
+        """The same view, without history."""
+        raise NotImplementedError
 
     @property
     def requires_grad(self) -> bool:
@@ -125,21 +106,16 @@ class TiledView(_Freed):
     def requires_grad(self, value: bool) -> None:
         raise refusal(self, "training a view")
 
-    def requires_grad_(self, requires_grad: bool = True) -> TiledView:
+    def requires_grad_(self, requires_grad: bool = True) -> _StandIn:
         """Refused: a view without memory cannot be trained."""
         if requires_grad != self.requires_grad:
             raise refusal(self, "training a view")
         return self
 
-    def seen(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same view of a copy of the whole parameter."""
-        whole = whole if self.has_history else whole.detach()
-        return whole.t() if self.is_transposed else whole
-
     @property
     def data(self) -> torch.Tensor:
         """The view without history."""
-        return TiledView.of(self.param, is_transposed=self.is_transposed, has_history=False)
+        return self.detached()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -150,7 +126,81 @@ class TiledView(_Freed):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         name = self._shardwise.unit.layout.slots[0].name
-        return f"TiledView(of {name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(of {name!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class TiledView(_StandIn):
+    """A tiled parameter as `.data`, `.detach()` or `.t()` give it: the same tiles, seen otherwise."""
+
+    is_transposed: bool
+
+    @staticmethod
+    def of(param: TiledParameter, *, is_transposed: bool, has_history: bool) -> TiledView:
+        """Make the stand-in; only a matrix can be transposed."""
+        shape, stride = param._strides()
+        if is_transposed:
+            shape, stride = shape[::-1], stride[::-1]
+        stand_in: TiledView = torch.Tensor._make_wrapper_subclass(
+            TiledView, shape, strides=stride, dtype=param.dtype, device=param.device
+        )
+        stand_in._begin(param, has_history=has_history)
+        stand_in.is_transposed = is_transposed
+        return stand_in
+
+    def detached(self) -> TiledView:
+        """The same view, without history."""
+        return TiledView.of(self.param, is_transposed=self.is_transposed, has_history=False)
+
+    def seen(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same view of a copy of the whole parameter."""
+        whole = whole if self.has_history else whole.detach()
+        return whole.t() if self.is_transposed else whole
+
+
+class TiledRow(_StandIn):
+    """`weight[3]` of a tiled parameter, as a loop over experts reads it, or a view of that. One tile has all of it."""
+
+    row: int
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    """The views to take of the row, one after the other."""
+
+    @staticmethod
+    def of(
+        param: TiledParameter,
+        row: int,
+        *,
+        has_history: bool,
+        steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (),
+        twin: torch.Tensor | None = None,
+    ) -> TiledRow:
+        """Make the stand-in. `twin`: a meta tensor with its shape and strides, if it is not the row itself."""
+        shape, stride = (size[1:] for size in param._strides())
+        if twin is not None:
+            shape, stride = tuple(twin.shape), tuple(twin.stride())
+        stand_in: TiledRow = torch.Tensor._make_wrapper_subclass(
+            TiledRow, shape, strides=stride, dtype=param.dtype, device=param.device
+        )
+        stand_in._begin(param, has_history=has_history)
+        stand_in.row, stand_in.steps = row, steps
+        return stand_in
+
+    def detached(self) -> TiledRow:
+        """The same view, without history."""
+        return TiledRow.of(self.param, self.row, has_history=False, steps=self.steps, twin=self._twin())
+
+    def viewed(self, take: Callable[[torch.Tensor], Any]) -> TiledRow | None:
+        """What `take` gives, as another stand-in; None if that is not one view."""
+        twin = self._twin()
+        found = take(twin)
+        if not isinstance(found, torch.Tensor) or found.dtype != twin.dtype or not (found is twin or found._is_view()):
+            return None
+        return TiledRow.of(self.param, self.row, has_history=self.has_history, steps=(*self.steps, take), twin=found)
+
+    def seen(self, row: torch.Tensor) -> torch.Tensor:
+        """The same view of the row's values."""
+        for take in self.steps:
+            row = take(row)
+        return row
 
 
 def adopt_tiled(param: nn.Parameter, handle: Handle) -> None:

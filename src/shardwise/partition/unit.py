@@ -319,7 +319,7 @@ class Unit:
 
     def discard_kept(self) -> None:
         """Release memory that was kept when the Unit was freed, if user code holds no views of it any more."""
-        if self.keeps_memory and self.state is UnitState.SHARDED and not self.is_shared:
+        if self.keeps_memory and self.state is UnitState.SHARDED and not self.is_shared and not self.was_written_while_freed:
             self.keeps_memory = False
             self._discard()
 

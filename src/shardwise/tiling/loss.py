@@ -170,9 +170,7 @@ class _Loss(torch.autograd.Function):
                 _scaled(total, factor, dtype, in_place=in_place) if need and total is not None else None
                 for total, dtype, need in zip(sums, ctx.dtypes, needed, strict=True)
             ]
-        if torch.is_grad_enabled():  # create_graph: the results must not look like constants
-            found = [None if total is None else _NotTwice.apply(total.requires_grad_()) for total in found]  # type: ignore[no-untyped-call]
-        return *found, None, None, None, None
+        return *(once(total) for total in found), None, None, None, None
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
@@ -193,6 +191,14 @@ def _scaled(total: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype
         else:
             total = total.mul_(factor) if in_place else total * factor
     return total.to(dtype)
+
+
+def once(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that backward returns. With create_graph=True it must not look like a constant: it raises if it is used."""
+    if grad is None or not torch.is_grad_enabled():
+        return grad
+    found: torch.Tensor = _NotTwice.apply(grad.requires_grad_())  # type: ignore[no-untyped-call]
+    return found
 
 
 class _NotTwice(torch.autograd.Function):

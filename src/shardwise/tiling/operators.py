@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.engine import Find, Operators, Tiled
+from shardwise.errors import ModelError
 from shardwise.tiling.vocabulary import tiled_cross_entropy
 
 
@@ -85,8 +86,13 @@ def embedding(
 ) -> Any:
     """`F.embedding`: every tile gives the rows that it has; their gradient is handed over as rows."""
     tiled = find(weight)
-    if tiled is None or tiled.is_transposed or max_norm is not None or scale_grad_by_freq or sparse or len(tiled.shape) != 2:
+    if tiled is None or tiled.is_transposed or scale_grad_by_freq or sparse or len(tiled.shape) != 2:
         return NotImplemented
+    if max_norm is not None:
+        raise ModelError(
+            f"embedding with max_norm={max_norm} on a table of {list(tiled.shape)} that is cut into tiles: it changes the rows "
+            "that it looks up, which cannot be done tile by tile. Raise Tiling(max_bytes=...) above this table's bytes."
+        )
     num_rows, width = tiled.shape
     flat = input.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_rows:
@@ -107,18 +113,6 @@ def embedding(
         return found
     padding = -1 if padding_idx is None else padding_idx % num_rows
     return tiled.attach(found, input, padding)
-
-
-def select(find: Find, input: Any, index: Any) -> Any:
-    """`weight[3]`, as a loop over experts reads them: a view of the tile that has it."""
-    tiled = find(input)
-    if isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype == torch.int64:
-        index = int(index)
-    if tiled is None or tiled.is_transposed or isinstance(index, bool) or not isinstance(index, int):
-        return NotImplemented
-    at = index + tiled.shape[0] if index < 0 else index
-    tile = next((tile for tile in tiled.tiles if tile.low <= at < tile.high), None)
-    return NotImplemented if tile is None else tile.run(lambda leaf: leaf[at - tile.low])
 
 
 def _columns(tiled: Tiled, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -168,7 +162,6 @@ OPERATORS: Operators = {
     "bmm": bmm,
     "addmm": addmm,
     "embedding": embedding,
-    "__getitem__": select,
     "linear_cross_entropy": tiled_cross_entropy,
 }
 """By the names that operations have in torch."""

@@ -15,7 +15,7 @@ import torch
 from shardwise.engine import Find
 from shardwise.tiling.arguments import check_arguments, check_labels
 from shardwise.tiling.chunks import Batch, Head, chunk_gradients, chunk_logits
-from shardwise.tiling.loss import CHUNK_BYTES, product_dtype, without_autocast
+from shardwise.tiling.loss import CHUNK_BYTES, once, product_dtype, without_autocast
 
 
 def tiled_cross_entropy(
@@ -117,7 +117,8 @@ class _Classes(torch.autograd.Function):
             for chunk, logits, _ in chunk_logits(head, batch, wants_grad=False):
                 torch.logsumexp(logits, -1, out=logs[chunk])
                 inside, at = _own(targets[chunk], len(weight))
-                hits[chunk] = logits.gather(-1, at.unsqueeze(-1)).squeeze(-1) * inside
+                found = logits.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+                hits[chunk] = found.where(inside, 0)  # not a product: a masked class has -inf
                 spreads[chunk] = logits.sum(-1) if class_weight is None else logits @ class_weight
         ctx.head = head
         ctx.save_for_backward(states, weight, bias, targets, class_weight, logs)
@@ -127,6 +128,7 @@ class _Classes(torch.autograd.Function):
     def backward(ctx: Any, grad_logs: torch.Tensor, grad_hits: torch.Tensor, grad_spreads: torch.Tensor) -> Any:
         states, weight, bias, targets, class_weight, logs = ctx.saved_tensors
         batch, head = Batch(states, weight, bias, targets, None, class_weight), ctx.head
+        logs = logs.masked_fill(logs == float("-inf"), 0.0)  # no class of this tile is possible: exp(-inf) is 0
 
         def slopes(chunk: slice, logits: torch.Tensor) -> None:
             logits.sub_(logs[chunk].unsqueeze(-1)).exp_().mul_(grad_logs[chunk].unsqueeze(-1))
@@ -140,7 +142,7 @@ class _Classes(torch.autograd.Function):
             found = chunk_gradients(head, batch, ctx.needs_input_grad[:3], slopes)
         sources = (states, weight, bias)
         grads = [None if total is None else total.to(source.dtype) for total, source in zip(found, sources, strict=True)]
-        return *grads, None, None, None
+        return *(once(grad) for grad in grads), None, None, None
 
 
 def _own(targets: torch.Tensor, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
