@@ -101,14 +101,14 @@ def embedding(
 
     def look_up(leaf: torch.Tensor, low: int, high: int) -> None:
         if not values:
-            values.append(torch.empty(flat.numel(), width, dtype=leaf.dtype, device=leaf.device))
+            values.append(torch.empty(*input.shape, width, dtype=leaf.dtype, device=leaf.device))
         mine = ((flat >= low) & (flat < high)).nonzero().squeeze(-1)
-        values[0].index_copy_(0, mine, leaf.index_select(0, flat[mine] - low))
+        values[0].view(-1, width).index_copy_(0, mine, leaf.index_select(0, flat[mine] - low))
 
     with torch.no_grad():
         for tile in tiled.tiles:
             tile.run(look_up, tile.low, tile.high)
-    found = values[0].view(*input.shape, width)
+    found = values[0]
     if tiled.attach is None:
         return found
     padding = -1 if padding_idx is None else padding_idx % num_rows
