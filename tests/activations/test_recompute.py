@@ -132,7 +132,7 @@ SETTINGS = [
 
 
 CELLS = [
-    pytest.param(name, *way, marks=[] if name == "deep" or way in ((1, "auto"), (3, "copied")) else pytest.mark.slow)
+    pytest.param(name, *way, marks=[] if name == "deep" or way == (3, "copied") else pytest.mark.slow)
     for name in sorted(MODELS)
     for way in WAYS
 ]

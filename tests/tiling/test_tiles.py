@@ -268,11 +268,9 @@ def peaks(max_bytes: int | None, **options: Any) -> dict[str, int]:
 def test_memory_falls_in_proportion_to_the_tiles(pool: RankPool) -> None:
     whole_bytes = 1024 * 8192 * 4
     for options in ({"transport": "copied"}, {"transport": "pairwise"}):
+        answers = {factor: pool.run(peaks, None if factor == 1 else whole_bytes // factor, **options) for factor in (1, 4, 16)}
         for rank_number in range(2):
-            by_factor = {
-                factor: pool.run(peaks, None if factor == 1 else whole_bytes // factor, **options)[rank_number]
-                for factor in (1, 4, 16)
-            }
+            by_factor = {factor: answer[rank_number] for factor, answer in answers.items()}
             one = by_factor[1]
             for factor in (4, 16):
                 found = by_factor[factor]
