@@ -90,7 +90,7 @@ def divided(offload: str, directory: str, shape: tuple[int, int, int], checkpoin
 
 
 @pytest.mark.parametrize("offload", ["device", "host", "disk"])
-@pytest.mark.parametrize("checkpoint", ["units", 2])
+@pytest.mark.parametrize("checkpoint", ["units", pytest.param(2, marks=pytest.mark.slow)])
 def test_each_rank_keeps_its_part(pool: RankPool, tmp_path: Any, offload: str, checkpoint: Any) -> None:
     for shape in ((64, 128, 4), (128, 96, 3), (96, 160, 5)):
         for same, kept, left in pool.run(divided, offload, str(tmp_path), shape, checkpoint):

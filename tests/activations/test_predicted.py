@@ -129,8 +129,14 @@ def trained(policy: str, offload: str, directory: str, shape: tuple[int, int, in
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("offload", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    ("offload", "shape"),
+    [
+        pytest.param(offload, shape, marks=[] if offload == "device" or shape == SHAPES[0] else pytest.mark.slow)
+        for offload in ("device", "host", "disk")
+        for shape in SHAPES
+    ],
+)
 def test_the_formula_knows_what_is_kept_and_computed_again(
     pool: RankPool, tmp_path: Any, shape: tuple[int, int, int, int], offload: str
 ) -> None:

@@ -132,7 +132,7 @@ SETTINGS = [
 
 
 CELLS = [
-    pytest.param(name, *way, marks=[] if name == "deep" or way == (3, "copied") else pytest.mark.slow)
+    pytest.param(name, *way, marks=[] if way == (3, "copied") or (name == "deep" and way[0] in (1, 3)) else pytest.mark.slow)
     for name in sorted(MODELS)
     for way in WAYS
 ]

@@ -98,7 +98,7 @@ def _check(found: dict[str, Any], times: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "pairwise"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
 def test_dropped_runs_leave_nothing(pool: RankPool, stage: int, transport: str) -> None:
     for found in pool.run(made_and_dropped, 6, False, {"stage": stage, "transport": transport}):
         _check(found, 6)

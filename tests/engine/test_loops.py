@@ -11,7 +11,7 @@ from cases import sharded
 from loops import LOOPS
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
 
-WAYS = [(0, "auto"), (1, "auto"), (2, "auto"), (3, "shared"), (3, "copied")]
+WAYS = [(0, "auto"), (1, "auto"), pytest.param(2, "auto", marks=pytest.mark.slow), (3, "shared"), (3, "copied")]
 
 
 def loop(name: str, stage: int, transport: str, accumulate: int, joins: str) -> ParityReport:

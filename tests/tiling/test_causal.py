@@ -287,7 +287,16 @@ def trained(
 
 
 @pytest.mark.parametrize("is_before", [False, True])
-@pytest.mark.parametrize(("stage", "transport"), [(0, "auto"), (1, "auto"), (2, "auto"), (3, "auto"), (3, "pairwise")])
+@pytest.mark.parametrize(
+    ("stage", "transport"),
+    [
+        pytest.param(0, "auto", marks=pytest.mark.slow),
+        (1, "auto"),
+        pytest.param(2, "auto", marks=pytest.mark.slow),
+        (3, "auto"),
+        (3, "pairwise"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_the_same_bits_as_unsharded(pool: RankPool, kind: str, stage: int, transport: str, is_before: bool) -> None:
     for report, found in pool.run(trained, kind, stage, transport, is_before, False):
