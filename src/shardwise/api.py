@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,15 @@ def shard(
     activations: Activations | str | int | None = None,
     tiling: Tiling | int | None = None,
     mesh: DeviceMesh | None = None,
+    mesh_roles: Mapping[str, str] | None = None,
     **unknown: Any,
 ) -> Run:
     """Partition `model` and `optimizer` in place over the ranks of this launch; return the handle.
 
     `stage` is required: 0, 1, 2 or 3. The other options are documented at the fields of `shardwise.config.ShardConfig`; an
-    unknown one raises ConfigError, which suggests the nearest name. `mesh` is a one-dimensional DeviceMesh (default: all ranks).
+    unknown one raises ConfigError, which suggests the nearest name. `mesh` is a DeviceMesh (default: all ranks). With dimensions
+    named 'replicate' and 'shard', Units are divided over the ranks of 'shard' only, and replicated along the other: hybrid
+    sharding. `mesh_roles` gives other names a role: `{'dp_outer': 'replicate', 'dp_inner': 'shard'}`.
     Every rank must call this with the same model and options.
     """
     config = ShardConfig.of(
@@ -86,7 +89,7 @@ def shard(
     except Exception as error:  # assemble raises it, once the other ranks know of it; else they would wait for this one
         problem = error
     also = {"modules to compute again": chosen if problem is None else problem}
-    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also, OPERATORS)
+    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also, OPERATORS, mesh_roles)
     keeping = None if config.activations is None else apply(model, runtime, config.activations, chosen)
     run = Run(model, optimizer, config, runtime, keeping)
     model._shardwise_run = run  # type: ignore[assignment]
@@ -97,6 +100,7 @@ def shard(
 def sharded_init(
     *,
     mesh: DeviceMesh | None = None,
+    mesh_roles: Mapping[str, str] | None = None,
     device: torch.device | str = "cpu",
     offload: Offload | str | None = None,
     weights: str | os.PathLike[str] | None = None,
@@ -110,7 +114,7 @@ def sharded_init(
     the context gets its parameters and buffers from there: its own initialisation is skipped, and every rank reads its shards
     only. Names and shapes must fit, else CheckpointError is raised at the end of the context.
     """
-    world = World.of(mesh, torch.device(device))
+    world = World.of(mesh, torch.device(device), mesh_roles)
     asked = Offload.of(offload)
     if weights is None:
         with constructing(world, asked):

@@ -323,10 +323,8 @@ class Run(Reading):
             raise ConfigError("selfcheck() needs the optimizer that was given to shard().")
         plain, plain_optimizer = self._plain_copy(self._optimizer)
         other, other_optimizer = self._plain_copy(self._optimizer)
-        mesh = self._runtime.world.mesh
-        runtime = assemble(
-            other, other_optimizer, self.config, mesh, admission(self.config, other_optimizer), operators=OPERATORS
-        )
+        world, admit = self._runtime.world, admission(self.config, other_optimizer)
+        runtime = assemble(other, other_optimizer, self.config, world.mesh, admit, operators=OPERATORS, roles=world.roles)
         run = Run(other, other_optimizer, self.config, runtime)
         report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()

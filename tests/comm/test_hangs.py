@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cases import CASES, sharded
 from shardwise.comm import transports
 from shardwise.errors import TransportError
+from shardwise.testing.pool import PRELOAD
 
 LIMIT_S = 2.0
 SOON_S = 30.0
@@ -84,7 +85,7 @@ def _train(rank: int, directory: str, transport: str, how: str) -> None:
 @contextlib.contextmanager
 def ranks(transport: str, how: str) -> Iterator[tuple[Path, list[Any]]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "shardwise.testing"])
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="shardwise-hangs-") as directory:
         processes = [context.Process(target=_train, args=(rank, directory, transport, how)) for rank in range(SIZE[transport])]
         for process in processes:

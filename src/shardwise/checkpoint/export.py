@@ -79,7 +79,7 @@ def _write(subject: Subject, place: Path, exported: Exported, plan: HubPlan) -> 
             # Gathers need every rank, also one that has failed.
             strided = {key: slot for key, slot in _slots(unit, wanted) if not is_row_major(slot.shape, slot.stride)}
             full = subject.survivors.full_masters(unit) if strided else None
-            if problem is None and writer is not None:
+            if problem is None and writer is not None and not subject.runtime.world.replicate.rank:
                 try:
                     _write_unit(subject, unit, writer, wanted, full, strided)
                 except OSError as error:

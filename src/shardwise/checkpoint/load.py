@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import FILE_NAME, Manifest, Segment, entry_ke
 from shardwise.checkpoint.matching import listed
 from shardwise.checkpoint.plain import DTYPES, decode
 from shardwise.checkpoint.saved_files import SavedFiles
-from shardwise.checkpoint.subject import RNG_ENTRY, Subject, require_same_path, restore_rng_states, try_together
+from shardwise.checkpoint.subject import RNG_ENTRY, Subject, replica_key, require_same_path, restore_rng_states, try_together
 from shardwise.checkpoint.tensor_file import Progress, Reader
 from shardwise.engine import LONG, Restoring
 from shardwise.errors import CheckpointError
@@ -79,7 +79,7 @@ def load(
             scheduler.load_state_dict(others["scheduler"])
         is_same = source.manifest.world_size == runtime.world.shard.size
         if is_same:
-            restore_rng_states(source.own_entry)
+            restore_rng_states(lambda key: source.own_entry(replica_key(key, runtime.world.replicate.rank)))
         return Loaded(source.manifest.num_steps, others["extra"], source.left_out, is_same)
     finally:
         source.close()

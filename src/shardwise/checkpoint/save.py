@@ -22,7 +22,7 @@ import torch
 from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, rng_states, try_together
+from shardwise.checkpoint.subject import Subject, all_rng_states, try_together
 from shardwise.checkpoint.tensor_file import Plan, Progress
 from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
@@ -157,22 +157,23 @@ class _Save:
         self._place, self._units, self._is_in_background = place, subject.runtime.units, in_background
         self._progress = progress
         self._rank, self._world_size = subject.runtime.world.shard.rank, subject.runtime.world.shard.size
+        self._is_replica = subject.runtime.world.replicate.rank > 0  # the first replica writes
         self._manifest: Manifest | None = None
         self._sources: dict[str, Source] = {}
         self._unit_of: dict[str, int] = {}
         self._left = [0] * len(self._units)  # bytes of each Unit that are not written yet
         self._num_written = 0
         self._plan: Plan
+        vectors = all_rng_states(subject.runtime.world)  # replicas exchange them: before anything that may raise on one rank
         try:
             told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-            self._prepare(subject, told if subject.runtime.world.rank == 0 else None)
+            self._prepare(subject, told if subject.runtime.world.rank == 0 else None, vectors)
         except Exception as error:  # raised where ranks meet, so that all of them raise
             place.problem = place.problem or error
 
-    def _prepare(self, subject: Subject, told: Mapping[str, Any] | None) -> None:
-        """Plan the file. `told`: what the user gave; on rank 0, which also makes the manifest."""
+    def _prepare(self, subject: Subject, told: Mapping[str, Any] | None, vectors: dict[str, torch.Tensor]) -> None:
+        """Plan the file. `told`: what the user gave; on rank 0, which also makes the manifest. `vectors`: of generators."""
         runtime, save_id = subject.runtime, self._place.save_id
-        vectors = rng_states()
         if told is not None:
             stored: dict[str, torch.Tensor] = {}
             others = encode({**subject.others(), **told}, "what is to be saved", stored)
@@ -210,6 +211,9 @@ class _Save:
             raise self._place.problem
         if not place.is_dir():
             raise self._not_shared(f"rank {self._rank} does not see the directory that rank 0 has made")
+        if self._is_replica:
+            advance(len(self._units) - 1)
+            return
         require_room(place, self._plan.num_bytes)
         num_bytes_all = sum(entry.num_bytes for entry in self._plan.entries.values())
         num_done = 0

@@ -180,6 +180,20 @@ def rng_states() -> dict[str, torch.Tensor]:
     return found
 
 
+def all_rng_states(world: World) -> dict[str, torch.Tensor]:
+    """The states of this rank's generators and, under keys of their own, of the other ranks that hold the same shard."""
+    mine = rng_states()
+    if world.across is None:
+        return mine
+    replicas = world.across.gather_objects(mine)
+    return {replica_key(key, number): value for number, theirs in enumerate(replicas) for key, value in theirs.items()}
+
+
+def replica_key(key: str, replica: int) -> str:
+    """The key of an entry of random generators in the file of a shard; the first replica's is the entry's own."""
+    return key if replica == 0 else f"{RNG_ENTRY}{replica}-{key.removeprefix(RNG_ENTRY)}"
+
+
 def restore_rng_states(read: Callable[[str], torch.Tensor | None]) -> None:
     """Put random generators back; `read` returns an entry, or None if there is none."""
     own, packed, gauss, cuda = (read(RNG_ENTRY + name) for name in ("torch", "python", "gauss", "cuda"))

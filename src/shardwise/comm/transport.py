@@ -81,9 +81,16 @@ class Counters:
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
     elements: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+    """What names of operations begin with."""
+
+    def under(self, prefix: str) -> Counters:
+        """The same counters, for operations whose names begin with `prefix`."""
+        return dataclasses.replace(self, prefix=prefix)
 
     def count(self, operation: str, elements: int, itemsize: int) -> None:
         """Add one operation that sent `elements` elements from this rank."""
+        operation = self.prefix + operation
         self.calls[operation] = self.calls.get(operation, 0) + 1
         self.elements[operation] = self.elements.get(operation, 0) + elements
         self.bytes[operation] = self.bytes.get(operation, 0) + elements * itemsize
@@ -114,6 +121,11 @@ class Transport(ABC):
         self.watch = Watch(world, timeout_s)
         self.reason = ""
         """Why 'auto' could not use shared memory, if it could not; else empty."""
+
+    @property
+    def inside(self) -> Transport:
+        """The transport between the ranks that divide a flat vector among them: this one, unless there are replicas."""
+        return self
 
     def reserve(self, reservations: Sequence[Reservation]) -> list[torch.Tensor]:
         """Allocate zeroed memory for the vectors that will be gathered, where this transport can reach it best."""

@@ -12,6 +12,7 @@ from shardwise.comm.combined import CombinedTransport
 from shardwise.comm.nccl import NcclTransport
 from shardwise.comm.pairwise import PairwiseTransport
 from shardwise.comm.reference import ReferenceTransport
+from shardwise.comm.replicated import ReplicatedTransport
 from shardwise.comm.segment import host_identity
 from shardwise.comm.shared import SharedTransport
 from shardwise.comm.transport import Reservation, Transport
@@ -25,14 +26,27 @@ def make_transport(
     """Build the transport called `name` and the memory it reserves; 'auto' picks by device, hosts, memory and world size."""
     is_auto, reason = name == "auto", ""
     if is_auto:
-        name, reason = _suitable(world)
+        name, reason = _suitable(world.inside)
+    across = None
+    if world.across is not None:
+        exchange_bytes //= 2
+        across = _across_name(name, is_auto, world.across)
+        chosen = world.gather_objects((name, across))
+        if len(set(chosen)) > 1:  # chunks are summed across as they are summed inside, so replicas must agree
+            name, across, reason = "pairwise", "pairwise", "replicas would use different transports"
     made: list[tuple[Transport, list[torch.Tensor]]] = []
 
     def make(name: str) -> None:
-        transport = _build(name, world, exchange_bytes, timeout_s)
+        transport = _build(name, world.inside, exchange_bytes, timeout_s)
         made.append((transport, transport.reserve(reservations)))
+        if across is not None:
+            assert world.across is not None
+            other = _build("pairwise" if name == "pairwise" else across, world.across, exchange_bytes, timeout_s)
+            made[-1] = (ReplicatedTransport(world, transport, other), made[-1][1])
+            for entry in reservations:
+                other.watch.know(entry.tag, entry.name, entry.parameters)
 
-    if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
+    if name in ("shared", "combined") or across == "shared":  # it may fail on one host only: all ranks must know
         failed = world.try_together(lambda: make(name), SharedMemoryError).first
         if failed is not None and not is_auto:
             raise SharedMemoryError(failed[1])
@@ -46,6 +60,15 @@ def make_transport(
     for entry in reservations:
         transport.watch.know(entry.tag, entry.name, entry.parameters)
     return transport, memory
+
+
+def _across_name(name: str, is_auto: bool, across: World) -> str:
+    """The transport between replicas: shared memory if all of them are on one host, unless the user named another."""
+    if across.backend == "nccl":
+        return "nccl"
+    if name in ("pairwise", "reference") and not is_auto:
+        return name
+    return "shared" if _suitable(across)[0] == "shared" else "pairwise"
 
 
 def _build(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Transport:

@@ -113,7 +113,7 @@ class Watch:
         except TransportError:
             raise
         except BaseException as error:
-            self._mark_failed(f"rank {self.world.rank} failed in {self.name(operation)}: {error}")
+            self._mark_failed(f"rank {self.world.label} failed in {self.name(operation)}: {error}")
             raise
 
     def _refuse_after_failure(self) -> None:
@@ -198,7 +198,7 @@ class Watch:
             raise self.failed(operation, ended, waited_s, "which has ended" if len(ended) == 1 else "which have ended")
         for local, words in enumerate(self._accounts):
             if words[-1] and local != self._host.rank:
-                raise self.failed(operation, missing, waited_s, f"until rank {self._host.ranks[local]} gave up")
+                raise self.failed(operation, missing, waited_s, f"until rank {self._host.labels[local]} gave up")
         if waited_s > self.timeout_s:
             raise self.failed(operation, missing, waited_s, f"longer than timeout_s={self.timeout_s:g}")
 
@@ -231,9 +231,10 @@ class Watch:
 
     def failed(self, operation: Operation, missing: list[int], waited_s: float, cause: str) -> TransportError:
         """Mark this rank as failed, so that its peers stop too; return an error that says what all ranks were doing."""
-        whom = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "the other ranks"
+        labels = [self.world.labels[rank] for rank in missing]
+        whom = f"rank{'s' if len(labels) > 1 else ''} {', '.join(map(str, labels))}" if labels else "the other ranks"
         beside = [self.name(other) for other in list(self._under_way.values()) if other.channel != operation.channel]
-        text = f"rank {self.world.rank} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
+        text = f"rank {self.world.label} waited {waited_s:.1f} s for {whom} in {self.name(operation)}, {cause}."
         text += f" Under way beside it: {', '.join(beside)}." if beside else ""
         if operation.tag < 0 and not beside and self._latest is not None:
             text += f" The last Unit's exchange before it was {self.name(self._latest)}."
@@ -242,13 +243,17 @@ class Watch:
         is_first = self._failure is None
         self._mark_failed(full)
         if is_first and (self._host is None or self._host.world_size < self.world.world_size):
-            accounts += exchange_notices(self._number, self.world.rank, self.world.world_size, text)
+            accounts += exchange_notices(self._number, self.world.label, self.world.labels, text)
             full = self._failure = " ".join([text, *accounts, _REMEDY])
         return TransportError(full)
 
     def give_up(self) -> None:
         """Fail because the script has ended during an exchange: stop waiting, and make ranks that wait for this one fail."""
-        self._mark_failed(f"The script of rank {self.world.rank} has ended.")
+        self._mark_failed(f"The script of rank {self.world.label} has ended.")
+
+    def fail(self, text: str) -> None:
+        """Fail because another transport of this run has: make ranks that wait for this one fail too."""
+        self._mark_failed(text)
 
     def _mark_failed(self, text: str) -> None:
         self._failure = self._failure or text
@@ -271,7 +276,7 @@ class Watch:
     def _account(self, local: int) -> str:
         """Say what another rank of this host is doing."""
         assert self._host is not None
-        words, rank = self._accounts[local], self._host.ranks[local]
+        words, rank = self._accounts[local], self._host.labels[local]
         state = _state_of(self._pids[local])
         where = f"process {self._pids[local]}"
         if state is None:
@@ -285,7 +290,7 @@ class Watch:
                 continue
             what = self.name(Operation.decode(channel, sequence - 1, code), step)
             if peer:
-                return f"Rank {rank} waits for rank {peer - 1} in {what}."
+                return f"Rank {rank} waits for rank {self.world.labels[peer - 1]} in {what}."
             latest.append((step, channel == "exchange", what))
         if not latest:
             return f"Rank {rank} runs ({where}) and has not begun any exchange."

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.comm.meshes import check_alike, dimensions
 from shardwise.errors import ConfigError
 
 _HEAD = 8
@@ -51,7 +52,8 @@ class World:
     """Rank, size, device, and the small collectives the library needs outside the hot path.
 
     Three axes: `shard`, the ranks that divide a flat vector among them; `replicate`, those that hold the same shard; `everyone`,
-    all of them. Layouts and norms use `shard`, averages and agreements use `everyone`. Today every rank is on the shard axis.
+    all of them. Layouts and norms use `shard`, averages and agreements use `everyone`. Without a mesh of two dimensions every
+    rank is on the shard axis.
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -63,20 +65,63 @@ class World:
         self.threads = ""
         """For the report: how many threads this rank computes with, and why; empty if that was not checked."""
         self.ranks = list(range(self.world_size))
-        """The ranks' numbers in error messages. A part of a world keeps the numbers of the whole world."""
+        """The ranks' numbers in the world that this one is a part of, or in itself."""
+        self.labels = list(self.ranks)
+        """The ranks' numbers in error messages: those of the run's whole world."""
+        self.inside = self
+        """The ranks of the shard axis that this rank is on."""
+        self.roles: Mapping[str, str] | None = None
+        """What the user said that the dimensions of the mesh are for."""
+        self.replicas = [list(self.ranks)]
+        """The ranks of each replica, in the order of their shards."""
+        self.across: World | None = None
+        """The ranks of the replicate axis that this rank is on; None if every rank holds another shard."""
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, device: torch.device) -> World:
-        """The World of a mesh or, without one, of all ranks that torchrun started (one rank without torchrun)."""
+    def of(mesh: DeviceMesh | None, device: torch.device, roles: Mapping[str, str] | None = None) -> World:
+        """The World of a mesh or, without one, of all ranks that torchrun started (one rank without torchrun).
+
+        `roles`: the role ('shard' or 'replicate') of each dimension of the mesh; by default its name.
+        """
         if mesh is not None:
-            if mesh.ndim != 1:
-                raise ConfigError(f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass one of them, such as mesh['dp'].")
-            return World(mesh, device)
+            named = dimensions(mesh, roles)
+            check_alike(mesh)
+            world = World(mesh, device) if named is None else World._replicated(mesh, named, device)
+            world.roles = roles
+            return world
+        if roles is not None:
+            raise ConfigError("mesh_roles= says what the dimensions of mesh= are for, and no mesh was given.")
         if not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 return World(None, device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
+
+    @staticmethod
+    def _replicated(mesh: DeviceMesh, named: Mapping[str, str], device: torch.device) -> World:
+        """The World of a mesh with a shard and a replicate dimension."""
+        members = mesh.mesh.flatten().tolist()
+        world = World(None, device)
+        world.mesh = mesh
+        world.group = _group_of(tuple(members))
+        world.rank, world.world_size = members.index(dist.get_rank()), len(members)
+        world.ranks = world.labels = list(range(len(members)))
+        names = mesh.mesh_dim_names
+        assert names is not None
+        by_replica = mesh.mesh if names.index(named["replicate"]) == 0 else mesh.mesh.t()
+        world.replicas = [[members.index(rank) for rank in row] for row in by_replica.tolist()]
+        world.inside, world.across = (world._along(mesh.get_group(named[role]), members) for role in ("shard", "replicate"))
+        return world
+
+    def _along(self, group: dist.ProcessGroup, members: Sequence[int]) -> World:
+        """The World of the ranks that this rank shares a dimension of the mesh with."""
+        mine = dist.get_process_group_ranks(group)
+        found = World(None, self.device)
+        found.group = group
+        found.rank, found.world_size = mine.index(members[self.rank]), len(mine)
+        found.ranks = list(range(len(mine)))
+        found.labels = [members.index(rank) for rank in mine]
+        return found
 
     @property
     def everyone(self) -> Axis:
@@ -86,12 +131,17 @@ class World:
     @property
     def shard(self) -> Axis:
         """The ranks that divide a flat vector among them."""
-        return Axis(self.rank, self.world_size)
+        return Axis(self.inside.rank, self.inside.world_size)
 
     @property
     def replicate(self) -> Axis:
         """The ranks that hold the same shard."""
-        return Axis(0, 1)
+        return Axis(0, 1) if self.across is None else Axis(self.across.rank, self.across.world_size)
+
+    @property
+    def label(self) -> int:
+        """This rank's number in error messages."""
+        return self.labels[self.rank]
 
     @property
     def backend(self) -> str:
@@ -119,12 +169,9 @@ class World:
         assert self.group is not None
         everyone = dist.get_process_group_ranks(self.group)
         part = World(None, self.device)
-        members = tuple(everyone[rank] for rank in ranks)
-        if members not in _parts or _parts[members][0] is not dist.group.WORLD:
-            # Cached: torch keeps the group anyway, and the next run on the same hosts uses it again.
-            _parts[members] = (dist.group.WORLD, dist.new_group(list(members), use_local_synchronization=True))
-        part.group = _parts[members][1]
+        part.group = _group_of(tuple(everyone[rank] for rank in ranks))
         part.ranks = [self.ranks[rank] for rank in ranks]
+        part.labels = [self.labels[rank] for rank in ranks]
         part.rank, part.world_size = ranks.index(self.rank), len(ranks)
         return part
 
@@ -175,3 +222,11 @@ class World:
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine, group=self.group)
         return [ctypes.string_at(part.cpu().data_ptr(), room) for part in parts]
+
+
+def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group over these global ranks. Each of them must call this."""
+    if members not in _parts or _parts[members][0] is not dist.group.WORLD:
+        # Cached: torch keeps the group anyway, and the next run on the same ranks uses it again.
+        _parts[members] = (dist.group.WORLD, dist.new_group(list(members), use_local_synchronization=True))
+    return _parts[members][1]

@@ -63,12 +63,13 @@ def assemble(
     admit: Callable[[Sequence[Blueprint]], None],
     also: Mapping[str, object] = types.MappingProxyType({}),
     operators: Operators = types.MappingProxyType({}),
+    roles: Mapping[str, str] | None = None,
 ) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
     `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit. `also`: what else must be the
     same on all ranks; an Exception in place of a value is raised once all ranks know of it, and they raise too. `operators`:
-    what can be done to a parameter tile by tile.
+    what can be done to a parameter tile by tile. `roles`: what the dimensions of `mesh` are for; by default their names.
     """
     infos = _check_model(model)
     _number_constructed(infos)
@@ -81,7 +82,7 @@ def assemble(
         _check_tiled(specs)
     if optimizer is not None:
         check_optimizer(optimizer, infos)
-    world = World.of(mesh, infos[0].param.device)
+    world = World.of(mesh, infos[0].param.device, roles)
     _check_ranks_agree(world, config, infos, specs, also)
     moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)

@@ -40,7 +40,7 @@ class Norms:
         return self._combined(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).to(torch.float32).squeeze(0)
 
     def _combined(self, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        return self._transport.all_reduce(total, op) if self._is_partitioned else total
+        return self._transport.inside.all_reduce(total, op) if self._is_partitioned else total
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""

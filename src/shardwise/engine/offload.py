@@ -175,13 +175,14 @@ class Offloading:
         disk = self.disk
         if disk is None or not transport.is_one_host or not self.offloads_params or self.mover.is_apart:
             return
-        handles = self.world.gather_objects(disk.handle)
+        peers = self.world.inside
+        handles = peers.gather_objects(disk.handle)
         try:
             disk.open_peers(handles)
             is_open = True
         except OSError:  # a container may hide other processes' files: then ranks must use the same Units
             is_open = False
-        if all(self.world.gather_objects(is_open)):  # also waits until all ranks have opened the files
+        if all(peers.gather_objects(is_open)):  # also waits until all ranks have opened the files
             transport.read_peers_with(self._read_peer)
 
     def _read_peer(self, tag: int, rank: int, place: torch.Tensor) -> None:
@@ -224,7 +225,7 @@ class Offloading:
         """Start to fetch this rank's shard, into the full vector if that is possible, and to gather."""
         shelf = self._region_of[unit.index].param
         assert shelf is not None
-        own = own_slice(self.world, full)
+        own = own_slice(self.world.inside, full)
         start = shelf.starts[unit.index]
         if own.dtype == shelf.dtype and (is_aligned(own) or self.mover.is_apart):
             return transport.gather(unit.index, own, full, shelf.fetch(own, start))

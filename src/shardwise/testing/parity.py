@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm import Transport
 from shardwise.config import Precision
 from shardwise.engine import clip_factor
 
@@ -42,6 +43,10 @@ class SupportsParity(Protocol):
     @property
     def config(self) -> Any:
         """The configuration of the run."""
+
+    @property
+    def transport(self) -> Transport:
+        """How its ranks combine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,11 @@ def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def in_order_of(replicas: Sequence[Sequence[int]]) -> AddUp:
+    """Sum inside each replica in the order of its ranks, then over replicas, as hybrid sharding does."""
+    return lambda parts: in_rank_order([in_rank_order([parts[rank] for rank in ranks]) for ranks in replicas])
 
 
 class PlainTrainer:
@@ -245,9 +255,10 @@ def compare_with_plain(
 
     `loss_of(model, micro_step)` returns this rank's loss. Random numbers drawn inside are the same for both. With `sums_locally`
     all backwards of a step but the last are inside `run.accumulating()`. `add_up` sums the reference's gradients over ranks;
-    None means in rank order.
+    None means as the run does: in rank order, inside replicas first.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
+    add_up = add_up or in_order_of(run.transport.world.replicas)
     reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast")
     comparison = _Comparison()
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state

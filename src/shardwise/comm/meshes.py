@@ -1,0 +1,81 @@
+"""Which dimension of a user's mesh shards, and which replicates? Meshes are checked before any group is made."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ConfigError, RanksDifferError
+
+ROLES = ("shard", "replicate")
+"""What a dimension can be for: its ranks divide every Unit, or hold the same shards."""
+_num_seen: collections.Counter[str] = collections.Counter()
+_EXAMPLE = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))'
+
+
+def dimensions(mesh: DeviceMesh, roles: Mapping[str, str] | None) -> dict[str, str] | None:
+    """The name of the dimension for each role. None: there is one dimension, and it shards."""
+    names = mesh.mesh_dim_names
+    if roles is None and mesh.ndim == 1 and (names is None or names[0] not in ROLES[1:]):
+        _check_ranks(mesh)
+        return None  # whatever its name: mesh['dp']
+    if names is None:
+        _refuse(mesh, f"its {mesh.ndim} dimensions have no names. Name them: {_EXAMPLE}")
+    unknown = [name for name in roles or () if name not in names]
+    if unknown:
+        _refuse(mesh, f"mesh_roles= names {unknown[0]!r}, which is not a dimension of it")
+    found: dict[str, str] = {}
+    for name in names:
+        role = name if roles is None else roles.get(name, name)
+        if role not in ROLES:
+            what = f"dimension {name!r}" if role == name else f"role {role!r} of dimension {name!r}"
+            _refuse(
+                mesh, f"{what} is not known. Roles are {', '.join(map(repr, ROLES))}; say them by the names or by mesh_roles="
+            )
+        if role in found:
+            _refuse(mesh, f"dimensions {found[role]!r} and {name!r} both have the role {role!r}. Flatten them into one")
+        found[role] = name
+    if "shard" not in found:
+        _refuse(mesh, f"no dimension has the role 'shard'. Give it one, of size 1 if nothing is to be sharded: {_EXAMPLE}")
+    _check_ranks(mesh)
+    return found if "replicate" in found else None
+
+
+def check_alike(mesh: DeviceMesh, timeout_s: float = 60.0) -> None:
+    """Raise if a rank of the mesh passes another one, or none within `timeout_s`: groups of different meshes would hang."""
+    ranks = mesh.mesh.flatten().tolist()
+    mine = f"{mesh.mesh.tolist()} named {mesh.mesh_dim_names}"
+    _num_seen[mine] += 1
+    store = c10d.PrefixStore("shardwise-mesh", c10d._get_default_store())
+    store.set(f"last/{dist.get_rank()}", mine)
+    store.set(f"{mine}/{_num_seen[mine]}/{dist.get_rank()}", "")
+    deadline = time.monotonic() + timeout_s
+    missing = [rank for rank in ranks if rank != dist.get_rank()]
+    while missing := [rank for rank in missing if not store.check([f"{mine}/{_num_seen[mine]}/{rank}"])]:
+        if time.monotonic() > deadline:
+            other = f"last/{missing[0]}"
+            found = f"it passed {store.get(other).decode()}" if store.check([other]) else "it passed none"
+            raise RanksDifferError(
+                f"rank {dist.get_rank()} passes mesh={mine}, and rank {missing[0]} did not within {timeout_s:g} s: {found}. Pass "
+                "the same mesh on all of its ranks."
+            )
+        time.sleep(0.002)
+
+
+def _check_ranks(mesh: DeviceMesh) -> None:
+    ranks = mesh.mesh.flatten().tolist()
+    if dist.get_rank() not in ranks:
+        _refuse(mesh, f"rank {dist.get_rank()} is not in it. Call shard() on its ranks only, or pass this rank's own mesh")
+    if ranks != sorted(ranks):
+        _refuse(mesh, f"its ranks {ranks} are not in ascending order. Make it with init_device_mesh, or slice one made so")
+
+
+def _refuse(mesh: DeviceMesh, why: str) -> NoReturn:
+    shape = "x".join(str(size) for size in mesh.mesh.shape)
+    raise ConfigError(f"mesh={mesh.mesh_dim_names or 'without names'} of shape {shape} cannot be used: {why}.")
