@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from cases import CASES, sharded
 from shardwise.comm import transports
@@ -25,7 +26,7 @@ from shardwise.testing.pool import PRELOAD
 LIMIT_S = 2.0
 SOON_S = 30.0
 """Twice the limit is promised; a loaded machine may take longer, torch's own limit is 30 minutes."""
-SIZE = {"shared": 3, "pairwise": 3, "combined": 4}
+SIZE = {"shared": 3, "pairwise": 3, "combined": 4, "hybrid": 4, "hybrid hosts": 4}
 BAD = 1
 
 
@@ -47,12 +48,15 @@ def _train(rank: int, directory: str, transport: str, how: str) -> None:
     tempfile.tempdir = directory
     store = dist.FileStore(f"{directory}/store", SIZE[transport])  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE[transport])
-    if transport == "combined":
+    if transport in ("combined", "hybrid hosts"):
         transports.host_identity = lambda: (f"host {rank // 2}", 0, 0)  # type: ignore[assignment]
     torch.manual_seed(0)
     model = CASES["gpt"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded(model, optimizer, stage=3, transport=transport, timeout_s=LIMIT_S)
+    options: dict[str, Any] = {"transport": transport}
+    if transport.startswith("hybrid"):  # two replicas: on one host, or each on its own
+        options = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    sharded(model, optimizer, stage=3, timeout_s=LIMIT_S, **options)
     moment = Path(directory) / "moment"
     told = Path(directory) / f"told-{rank}"
     try:
@@ -103,11 +107,14 @@ QUICK = [
     *(("shared", how) for how in ("raise", "kill", "stop")),
     *(("pairwise", how) for how in ("stop", "skip")),
     *(("combined", how) for how in ("stop", "skip")),
+    ("hybrid hosts", "stop"),
 ]
 LATER = [
     *(("shared", how) for how in ("sleep", "leave out")),
     *(("pairwise", how) for how in ("raise", "kill", "sleep")),
     *(("combined", how) for how in ("raise", "kill", "sleep")),
+    *(("hybrid", how) for how in ("raise", "kill", "stop")),
+    *(("hybrid hosts", how) for how in ("raise", "kill", "sleep")),
 ]
 
 

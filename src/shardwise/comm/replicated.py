@@ -28,6 +28,7 @@ class ReplicatedTransport(Transport):
         super().__init__(world, inside.watch.timeout_s)
         self._inside, self._across = inside, across
         self.watch = inside.watch
+        across.watch.join(inside.watch)
         self.counters = inside.counters
         across.counters = inside.counters.under("across ")
         self._padded: dict[torch.dtype, torch.Tensor] = {}

@@ -85,6 +85,10 @@ class Watch:
         self._accounts = [segments.words(r, 0, _WORDS * len(CHANNELS) + 1) for r in range(host.world_size)]
         self._kept = segments
 
+    def join(self, other: Watch) -> None:
+        """Exchange notices with the ranks of another transport of the same run."""
+        self._number = other._number
+
     # -- operations -------------------------------------------------------------------------------------------
 
     def begin(self, channel: str, kind: str, tag: int = -1) -> Operation:
@@ -242,8 +246,8 @@ class Watch:
         full = " ".join([text, *accounts, _REMEDY])
         is_first = self._failure is None
         self._mark_failed(full)
-        if is_first and (self._host is None or self._host.world_size < self.world.world_size):
-            accounts += exchange_notices(self._number, self.world.label, self.world.labels, text)
+        if is_first and (self._host is None or self._host.world_size < len(self.world.company)):
+            accounts += exchange_notices(self._number, self.world.label, self.world.company, text)
             full = self._failure = " ".join([text, *accounts, _REMEDY])
         return TransportError(full)
 

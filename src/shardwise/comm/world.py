@@ -68,6 +68,8 @@ class World:
         """The ranks' numbers in the world that this one is a part of, or in itself."""
         self.labels = list(self.ranks)
         """The ranks' numbers in error messages: those of the run's whole world."""
+        self.company = list(self.ranks)
+        """The numbers in error messages of all ranks of the run."""
         self.inside = self
         """The ranks of the shard axis that this rank is on."""
         self.roles: Mapping[str, str] | None = None
@@ -105,7 +107,7 @@ class World:
         world.mesh = mesh
         world.group = _group_of(tuple(members))
         world.rank, world.world_size = members.index(dist.get_rank()), len(members)
-        world.ranks = world.labels = list(range(len(members)))
+        world.ranks = world.labels = world.company = list(range(len(members)))
         names = mesh.mesh_dim_names
         assert names is not None
         by_replica = mesh.mesh if names.index(named["replicate"]) == 0 else mesh.mesh.t()
@@ -121,6 +123,7 @@ class World:
         found.rank, found.world_size = mine.index(members[self.rank]), len(mine)
         found.ranks = list(range(len(mine)))
         found.labels = [members.index(rank) for rank in mine]
+        found.company = self.company
         return found
 
     @property
@@ -171,7 +174,7 @@ class World:
         part = World(None, self.device)
         part.group = _group_of(tuple(everyone[rank] for rank in ranks))
         part.ranks = [self.ranks[rank] for rank in ranks]
-        part.labels = [self.labels[rank] for rank in ranks]
+        part.labels, part.company = [self.labels[rank] for rank in ranks], self.company
         part.rank, part.world_size = ranks.index(self.rank), len(ranks)
         return part
 
