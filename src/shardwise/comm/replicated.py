@@ -125,7 +125,7 @@ class ReplicatedTransport(Transport):
 
     @property
     def planned_exchange_bytes(self) -> int:
-        """Bytes of the buffers of both, and of one chunk of sums."""
+        """Bytes of the buffers of both, and of a chunk of sums on its way between them."""
         return 2 * self._inside.planned_exchange_bytes + self._across.planned_exchange_bytes
 
     @property

@@ -29,7 +29,7 @@ def make_transport(
         name, reason = _suitable(world.inside)
     across = None
     if world.across is not None:
-        exchange_bytes //= 2
+        exchange_bytes //= 3  # inside, across, and for sums on their way between the two
         across = _across_name(name, is_auto, world.across)
         chosen = world.gather_objects((name, across))
         if len(set(chosen)) > 1:  # chunks are summed across as they are summed inside, so replicas must agree
