@@ -77,9 +77,11 @@ def load(
         runtime.gradients.clear()
         if scheduler is not None:
             scheduler.load_state_dict(others["scheduler"])
+        replica = runtime.world.replicate.rank
         is_same = source.manifest.world_size == runtime.world.shard.size
+        is_same = is_same and source.own_entry(replica_key(f"{RNG_ENTRY}torch", replica)) is not None
         if is_same:
-            restore_rng_states(lambda key: source.own_entry(replica_key(key, runtime.world.replicate.rank)))
+            restore_rng_states(lambda key: source.own_entry(replica_key(key, replica)))
         return Loaded(source.manifest.num_steps, others["extra"], source.left_out, is_same)
     finally:
         source.close()
