@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
@@ -56,8 +57,9 @@ def trained(name: str, directory: str, **options: Any) -> ParityReport:
 
 
 @pytest.mark.parametrize("transport", ["auto", "pairwise"])
-@pytest.mark.parametrize("offload", [None, "disk"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, None), (1, None), (2, None), (3, None), (1, "disk"), (2, "disk"), (3, "disk")]
+)
 def test_four_ranks_have_the_bits_of_plain_training(
     pool4: RankPool, tmp_path: Path, stage: int, offload: str | None, transport: str
 ) -> None:
@@ -80,6 +82,48 @@ def test_all_replicas_or_none(pool4: RankPool, replicas: int) -> None:
     for stage in (1, 3):
         for report in pool4.run(sums_of_other_numbers, replicas, stage):
             assert report.is_bitwise, f"{replicas} replicas, stage {stage}: {report}"
+
+
+class Skipping(nn.Module):
+    """One rank's loss may reach no trainable parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        return x * 1.0 if skips else self.layers(x)
+
+
+def without_gradients(replicas: int) -> None:
+    torch.manual_seed(0)
+    model = Skipping()
+    plain = copy.deepcopy(model)
+    run = sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=hybrid(replicas), timeout_s=20.0)
+    rank, x = dist.get_rank(), torch.ones(3, 64)
+    model(x.clone().requires_grad_(), rank >= 2).square().sum().backward()
+    (plain(x, False).square().sum() * 0.5).backward()  # two ranks of four
+    for name, param in plain.named_parameters():
+        assert torch.allclose(run.grad(name), param.grad, rtol=1e-5), name  # type: ignore[arg-type]
+    run.close()
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_replica_whose_loss_reaches_no_parameter(pool4: RankPool, replicas: int) -> None:
+    pool4.run(without_gradients, replicas)
+
+
+def rounded(replicas: int) -> ParityReport:
+    run, *both = built("gpt", stage=2, mesh=hybrid(replicas), precision=sw.Precision(reduce=torch.bfloat16))
+    report = compare_with_plain(run, *both, CASES["gpt"].loss, steps=3)
+    run.close()
+    return report
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_gradients_are_rounded_once_before_they_are_summed(pool4: RankPool, replicas: int) -> None:
+    for report in pool4.run(rounded, replicas):
+        assert report.is_bitwise, report
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -241,7 +285,7 @@ def test_meshes_that_do_not_fit_are_refused_and_change_nothing(pool4: RankPool) 
 def differing() -> str:
     mine = hybrid(2) if dist.get_rank() < 2 else hybrid(2, ("shard", "replicate"))
     try:
-        meshes.check_alike(mine, timeout_s=1.0)
+        meshes.check_alike(mine, meshes.dimensions(mine, None), timeout_s=2.0)
     except RanksDifferError as error:
         return str(error)
     return ""
@@ -249,5 +293,5 @@ def differing() -> str:
 
 def test_ranks_that_pass_different_meshes(pool4: RankPool) -> None:
     for rank, text in enumerate(pool4.run(differing)):
-        assert f"rank {rank} passes" in text and "it passed" in text, text
+        assert f"rank {rank} passes" in text, text
         assert "('shard', 'replicate')" in text and "('replicate', 'shard')" in text, text

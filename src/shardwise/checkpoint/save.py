@@ -22,7 +22,7 @@ import torch
 from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, all_rng_states, try_together
+from shardwise.checkpoint.subject import Subject, of_all_replicas, rng_states, try_together
 from shardwise.checkpoint.tensor_file import Plan, Progress
 from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
@@ -164,12 +164,19 @@ class _Save:
         self._left = [0] * len(self._units)  # bytes of each Unit that are not written yet
         self._num_written = 0
         self._plan: Plan
-        vectors = all_rng_states(subject.runtime.world)  # replicas exchange them: before anything that may raise on one rank
+        told: dict[str, Any] | None = None
+        generators: dict[str, torch.Tensor] = {}
         try:
+            generators = rng_states()
             told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
-            self._prepare(subject, told if subject.runtime.world.rank == 0 else None, vectors)
         except Exception as error:  # raised where ranks meet, so that all of them raise
             place.problem = place.problem or error
+        vectors = of_all_replicas(subject.runtime.world, generators)
+        if place.problem is None:
+            try:
+                self._prepare(subject, told if subject.runtime.world.rank == 0 else None, vectors)
+            except Exception as error:  # as above
+                place.problem = error
 
     def _prepare(self, subject: Subject, told: Mapping[str, Any] | None, vectors: dict[str, torch.Tensor]) -> None:
         """Plan the file. `told`: what the user gave; on rank 0, which also makes the manifest. `vectors`: of generators."""

@@ -180,12 +180,14 @@ def rng_states() -> dict[str, torch.Tensor]:
     return found
 
 
-def all_rng_states(world: World) -> dict[str, torch.Tensor]:
-    """The states of this rank's generators and, under keys of their own, of the other ranks that hold the same shard."""
-    mine = rng_states()
+def of_all_replicas(world: World, generators: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The states of this rank's generators and, under keys of their own, of the other ranks that hold the same shard.
+
+    All of these must call.
+    """
     if world.across is None:
-        return mine
-    replicas = world.across.gather_objects(mine)
+        return generators
+    replicas = world.across.gather_objects(generators)
     return {replica_key(key, number): value for number, theirs in enumerate(replicas) for key, value in theirs.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Mapping
 from typing import NoReturn
@@ -15,7 +14,6 @@ from shardwise.errors import ConfigError, RanksDifferError
 
 ROLES = ("shard", "replicate")
 """What a dimension can be for: its ranks divide every Unit, or hold the same shards."""
-_num_seen: collections.Counter[str] = collections.Counter()
 _EXAMPLE = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))'
 
 
@@ -47,23 +45,24 @@ def dimensions(mesh: DeviceMesh, roles: Mapping[str, str] | None) -> dict[str, s
     return found if "replicate" in found else None
 
 
-def check_alike(mesh: DeviceMesh, timeout_s: float = 60.0) -> None:
-    """Raise if a rank of the mesh passes another one, or none within `timeout_s`: groups of different meshes would hang."""
-    ranks = mesh.mesh.flatten().tolist()
-    mine = f"{mesh.mesh.tolist()} named {mesh.mesh_dim_names}"
-    _num_seen[mine] += 1
+def check_alike(mesh: DeviceMesh, named: Mapping[str, str] | None, timeout_s: float = 600.0) -> None:
+    """Raise if a rank of the mesh passes another one, or none within `timeout_s`: groups of different meshes would hang.
+
+    `named`: the dimension for each role, as `dimensions` found them.
+    """
+    ranks, rank = mesh.mesh.flatten().tolist(), dist.get_rank()
+    mine = f"{mesh.mesh.tolist()} named {mesh.mesh_dim_names}" + (f" for {dict(named)}" if named else "")
     store = c10d.PrefixStore("shardwise-mesh", c10d._get_default_store())
-    store.set(f"last/{dist.get_rank()}", mine)
-    store.set(f"{mine}/{_num_seen[mine]}/{dist.get_rank()}", "")
+    store.set(str(rank), mine)  # once it is there it stays: the same mesh may be passed again and again
     deadline = time.monotonic() + timeout_s
-    missing = [rank for rank in ranks if rank != dist.get_rank()]
-    while missing := [rank for rank in missing if not store.check([f"{mine}/{_num_seen[mine]}/{rank}"])]:
-        if time.monotonic() > deadline:
-            other = f"last/{missing[0]}"
-            found = f"it passed {store.get(other).decode()}" if store.check([other]) else "it passed none"
+    waiting = [other for other in ranks if other != rank]
+    while waiting:
+        found = {other: store.get(str(other)).decode() for other in waiting if store.check([str(other)])}
+        waiting = [other for other in waiting if found.get(other) != mine]
+        if waiting and time.monotonic() > deadline - (0.0 if waiting[0] not in found else 0.9 * timeout_s):
+            what = f"passes mesh={found[waiting[0]]}" if waiting[0] in found else f"has passed none within {timeout_s:g} s"
             raise RanksDifferError(
-                f"rank {dist.get_rank()} passes mesh={mine}, and rank {missing[0]} did not within {timeout_s:g} s: {found}. Pass "
-                "the same mesh on all of its ranks."
+                f"rank {rank} passes mesh={mine}, and rank {waiting[0]} {what}. Pass the same mesh on all of its ranks."
             )
         time.sleep(0.002)
 

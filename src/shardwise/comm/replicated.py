@@ -6,6 +6,7 @@ ranks that hold the same shard sum these, in order of the groups, and every rank
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from shardwise.comm.transport import READY, PeerShards, Reservation, Sink, Source, Transport, own_slice
 from shardwise.comm.world import World
 from shardwise.errors import TransportError
-from shardwise.ticket import Ticket
+from shardwise.ticket import Lane, Ticket
 from shardwise.tiers import FullBuffer
 
 _Result = TypeVar("_Result")
@@ -24,14 +25,23 @@ _Result = TypeVar("_Result")
 class ReplicatedTransport(Transport):
     """Shards inside a group of ranks, replicates across groups."""
 
-    def __init__(self, world: World, inside: Transport, across: Transport) -> None:
+    def __init__(self, world: World, inside: Transport, across: Transport, chunk_bytes: int) -> None:
+        """`chunk_bytes`: the most that is summed across at once."""
         super().__init__(world, inside.watch.timeout_s)
         self._inside, self._across = inside, across
         self.watch = inside.watch
         across.watch.join(inside.watch)
         self.counters = inside.counters
         across.counters = inside.counters.under("across ")
+        self._chunk_bytes = chunk_bytes // 2  # padding and sums of a part
         self._padded: dict[torch.dtype, torch.Tensor] = {}
+        # Alone inside, a reduction would run in the caller's thread, and wait there for ranks that come later.
+        self._lane = Lane("shardwise-across", self.interrupt) if inside.world.world_size == 1 else None
+
+    def know(self, tag: int, name: str, parameters: Sequence[str]) -> None:
+        """Set the names that error messages of both use."""
+        self._inside.know(tag, name, parameters)
+        self._across.know(tag, name, parameters)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -75,11 +85,17 @@ class ReplicatedTransport(Transport):
 
     def reduce(self, tag: int, shard_numel: int, wire: torch.dtype, source: Source, sink: Sink) -> Ticket:
         """Sum inside; every chunk of sums is summed across before `sink` gets it."""
-        return self._inside.reduce(tag, shard_numel, wire, source, _SumAcross(self, tag, sink))
+        if self._lane is None:
+            return self._inside.reduce(tag, shard_numel, wire, source, _SumAcross(self, tag, sink))
+        onward = _SumAcross(self, tag, sink, wire)
+        return self._lane.submit(lambda: self._inside.reduce(tag, shard_numel, wire, source, onward).wait())
 
     def sum_across(self, tag: int, values: torch.Tensor) -> None:
         """Sum `values` over all replicas in place: each rank sums one part, then all exchange the parts."""
-        self._across_or_fail(lambda: self._sum_across(tag, values))
+        size = self._across.world.world_size
+        chunk = max(self._chunk_bytes // values.element_size() // size * size, size)
+        for part in values.split(chunk):
+            self._across_or_fail(functools.partial(self._sum_across, tag, part))
 
     def _sum_across(self, tag: int, values: torch.Tensor) -> None:
         size = self._across.world.world_size
@@ -112,7 +128,7 @@ class ReplicatedTransport(Transport):
         self._across.watch.step = self._inside.watch.step
         try:
             return attempt()
-        except TransportError as error:
+        except (TransportError, RuntimeError) as error:
             self._inside.watch.fail(str(error))
             self._inside.interrupt()
             raise
@@ -145,6 +161,8 @@ class ReplicatedTransport(Transport):
 
     def close(self) -> None:
         """End the threads of both."""
+        if self._lane is not None:
+            self._lane.close()
         self._inside.close()
         self._across.close()
 
@@ -152,13 +170,16 @@ class ReplicatedTransport(Transport):
 class _SumAcross:
     """Takes the sums inside a replica, chunk by chunk, and hands the sums over all replicas on."""
 
-    def __init__(self, transport: ReplicatedTransport, tag: int, sink: Sink) -> None:
-        self._transport, self._tag, self._sink = transport, tag, sink
+    def __init__(self, transport: ReplicatedTransport, tag: int, sink: Sink, wire: torch.dtype | None = None) -> None:
+        """`wire`: the dtype to round to before sums are formed, if they are not sums yet."""
+        self._transport, self._tag, self._sink, self._wire = transport, tag, sink, wire
 
     def place(self, start: int, numel: int) -> torch.Tensor | None:
         return self._sink.place(start, numel)
 
     def __call__(self, start: int, total: torch.Tensor) -> None:
+        if self._wire is not None and self._wire != total.dtype:
+            total.copy_(total.to(self._wire))
         self._transport.sum_across(self._tag, total)
         self._sink(start, total)
 

@@ -122,6 +122,10 @@ class Transport(ABC):
         self.reason = ""
         """Why 'auto' could not use shared memory, if it could not; else empty."""
 
+    def know(self, tag: int, name: str, parameters: Sequence[str]) -> None:
+        """Set the names that error messages use for a Unit."""
+        self.watch.know(tag, name, parameters)
+
     @property
     def inside(self) -> Transport:
         """The transport between the ranks that divide a flat vector among them: this one, unless there are replicas."""

@@ -27,54 +27,68 @@ def make_transport(
     is_auto, reason = name == "auto", ""
     if is_auto:
         name, reason = _suitable(world.inside)
-    across = None
     if world.across is not None:
         exchange_bytes //= 3  # inside, across, and for sums on their way between the two
-        across = _across_name(name, is_auto, world.across)
-        chosen = world.gather_objects((name, across))
-        if len(set(chosen)) > 1:  # chunks are summed across as they are summed inside, so replicas must agree
-            name, across, reason = "pairwise", "pairwise", "replicas would use different transports"
+        if len(set(world.gather_objects((name, _chunk_form(name, world.inside))))) > 1:
+            # Chunks are summed across as they are summed inside, so replicas must cut alike.
+            name, reason = "pairwise", "replicas would use different transports"
     made: list[tuple[Transport, list[torch.Tensor]]] = []
 
     def make(name: str) -> None:
         transport = _build(name, world.inside, exchange_bytes, timeout_s)
         made.append((transport, transport.reserve(reservations)))
-        if across is not None:
-            assert world.across is not None
-            other = _build("pairwise" if name == "pairwise" else across, world.across, exchange_bytes, timeout_s)
-            made[-1] = (ReplicatedTransport(world, transport, other), made[-1][1])
-            for entry in reservations:
-                other.watch.know(entry.tag, entry.name, entry.parameters)
 
-    if name in ("shared", "combined") or across == "shared":  # it may fail on one host only: all ranks must know
+    if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
         failed = world.try_together(lambda: make(name), SharedMemoryError).first
         if failed is not None and not is_auto:
             raise SharedMemoryError(failed[1])
         if failed is not None:
             reason = f"no shared memory: {failed[1].partition('. ')[0]}"
-            make("pairwise")
+            while made:
+                made.pop()[0].close()
+            name = "pairwise"
+            make(name)
     else:
         make(name)
     transport, memory = made[-1]
+    if world.across is not None:
+        transport = ReplicatedTransport(world, transport, _build_across(name, world, exchange_bytes, timeout_s), exchange_bytes)
     transport.reason = reason
     for entry in reservations:
-        transport.watch.know(entry.tag, entry.name, entry.parameters)
+        transport.know(entry.tag, entry.name, entry.parameters)
     return transport, memory
 
 
-def _across_name(name: str, is_auto: bool, across: World) -> str:
-    """The transport between replicas: shared memory if all of them are on one host, unless the user named another."""
-    if across.backend == "nccl":
-        return "nccl"
-    if name in ("pairwise", "reference") and not is_auto:
-        return name
-    return "shared" if _suitable(across)[0] == "shared" else "pairwise"
+def _chunk_form(name: str, inside: World) -> tuple[int, ...]:
+    """What the length of chunks depends on, besides the number of ranks."""
+    return tuple(len(ranks) for ranks in _hosts(inside)) if name == "combined" else ()
+
+
+def _build_across(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Transport:
+    """The transport between replicas: shared memory if all are on one host and use it inside, else messages."""
+    across = world.across
+    assert across is not None
+    if across.world_size == 1:
+        return _build("pairwise", across, exchange_bytes, timeout_s)
+    made: list[Transport] = []
+    wants_shared = name not in ("pairwise", "reference", "nccl") and _suitable(across)[0] == "shared"
+    if all(world.gather_objects(wants_shared)):
+        attempt = lambda: made.append(_build("shared", across, exchange_bytes, timeout_s))  # noqa: E731
+        if world.try_together(attempt, SharedMemoryError).first is None:
+            return made[0]
+        while made:
+            made.pop().close()
+    return _build("reference" if name == "reference" else "pairwise", across, exchange_bytes, timeout_s)
 
 
 def _build(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Transport:
     if world.world_size == 1:
         return AloneTransport(world, exchange_bytes, timeout_s)
     if name == "nccl":
+        if world.company != world.labels:
+            raise ConfigError(
+                "a mesh with a 'replicate' dimension is not built for NCCL yet. Pass a mesh with a 'shard' dimension only."
+            )
         if world.backend != "nccl":
             raise ConfigError(f"transport='nccl' needs an NCCL process group; this one is {world.backend}.")
         return NcclTransport(world, timeout_s)

@@ -87,7 +87,7 @@ class World:
         """
         if mesh is not None:
             named = dimensions(mesh, roles)
-            check_alike(mesh)
+            check_alike(mesh, named)
             world = World(mesh, device) if named is None else World._replicated(mesh, named, device)
             world.roles = roles
             return world
