@@ -78,7 +78,8 @@ class Forked:
         """Wait until it has printed a whole line that begins with `start`."""
         deadline = time.monotonic() + timeout_s
         while not any(line.startswith(start) and line.endswith("\n") for line in self.out.read_text().splitlines(keepends=True)):
-            assert self._process.is_alive() and time.monotonic() < deadline, self.out.read_text()
+            is_alive, code = self._process.is_alive(), self._process.exitcode
+            assert is_alive and time.monotonic() < deadline, f"exit code {code}, {self.out.read_text()!r}"
             time.sleep(0.005)
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -692,7 +692,8 @@ def start(directory: Path, steps: int) -> Forked:
     """Start VICTIM with its states in `directory`, its program and what it prints beside it."""
     number = len(list(directory.parent.glob("*.out")))
     script, out = directory.parent / "victim.py", directory.parent / f"{number}.out"
-    script.write_text(VICTIM)
+    if not script.exists():  # a process that is about to read it must not find it empty
+        script.write_text(VICTIM)
     out.touch()
     return Forked([str(script), str(directory), str(steps)], out=out, env=without_launcher())
 
