@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.engine import Runtime, Survivors, plain_state_dict
 from shardwise.errors import ConfigError, ModelError, RanksDifferError, TransportError
-from shardwise.partition import Handle, Unit
+from shardwise.partition import Handle, Unit, full_of
 from shardwise.tiers import checksum
 
 
@@ -67,7 +67,8 @@ class Reading:
                 continue
             full = self._survivors.full_masters(unit)
             for name, slot in by_unit.get(unit.index, ()):
-                found = tiles.add(name, unit, slot, _param_view(unit, slot, full).to(unit.dtypes.original))
+                value = full_of(unit.held[slot], _param_view(unit, slot, full).to(unit.dtypes.original))
+                found = tiles.add(name, unit, slot, value)
                 if found is not None:
                     yield name, found
         yield from others
@@ -109,7 +110,7 @@ class Reading:
             return self._full_state_dict(rank0_only=rank0_only, trainable_only=trainable_only)
 
     def _full_state_dict(self, *, rank0_only: bool, trainable_only: bool) -> dict[str, Any]:
-        wanted = self._runtime.world.rank == 0 or not rank0_only
+        wanted = self._runtime.world.is_first or not rank0_only
         found: dict[str, Any] = {}
         tied: dict[int, torch.Tensor] = {}
         entries = self._model.state_dict(keep_vars=True)
@@ -140,7 +141,7 @@ class Reading:
         """The full reduced gradient of a parameter, or None if nothing used it (or it is empty). All ranks must call."""
         self._runtime.gradients.accumulated.require_reduced("run.grad()")
         handle = self._handle(name)
-        if not self._runtime.gradients.holds(handle.unit, handle.slot) or not handle.unit.layout.slots[handle.slot].numel:
+        if not self._runtime.gradients.holds(handle.unit, handle.slot) or handle.unit.layout.slots[handle.slot].is_empty:
             return None
         return _whole(handle, self._runtime.outside.full_grad)
 
@@ -153,7 +154,7 @@ class Reading:
         gradients.accumulated.require_reduced("run.iter_grads()")
         tiles = _Together()
         for unit, names in self._by_unit():
-            held = {slot for slot in names if gradients.holds(unit, slot) and unit.layout.slots[slot].numel}
+            held = {slot for slot in names if gradients.holds(unit, slot) and not unit.layout.slots[slot].is_empty}
             full = self._runtime.outside.full_grad(unit) if held else None
             for slot, name in names.items():
                 place = unit.layout.slots[slot]
@@ -161,7 +162,7 @@ class Reading:
                     if place.start + place.numel == math.prod(place.param_shape):
                         yield name, None
                     continue
-                found = tiles.add(name, unit, slot, _param_view(unit, slot, full))
+                found = tiles.add(name, unit, slot, full_of(unit.held[slot], _param_view(unit, slot, full)))
                 if found is not None:
                     yield name, found
 
@@ -172,7 +173,7 @@ class Reading:
         for unit, names in self._by_unit():
             full = self._survivors.full_masters(unit)
             for slot, name in names.items():
-                found = tiles.add(name, unit, slot, _param_view(unit, slot, full))
+                found = tiles.add(name, unit, slot, full_of(unit.held[slot], _param_view(unit, slot, full)))
                 if found is not None:
                     yield name, found
 
@@ -210,11 +211,11 @@ class _Together:
         return self._open.pop(name) if place.start + place.numel == math.prod(place.whole) else None
 
 
-def _whole(handle: Handle, full_of: Callable[[Unit], torch.Tensor]) -> torch.Tensor:
+def _whole(handle: Handle, vector_of: Callable[[Unit], torch.Tensor]) -> torch.Tensor:
     """One parameter's values out of the full vectors of its Units, in memory of its own."""
     tiles, found = _Together(), None
     for unit, slot in handle.places:
-        found = tiles.add("", unit, slot, _param_view(unit, slot, full_of(unit)))
+        found = tiles.add("", unit, slot, full_of(unit.held[slot], _param_view(unit, slot, vector_of(unit))))
     assert found is not None
     return found.clone() if handle.unit.layout.slots[handle.slot].whole is None else found
 

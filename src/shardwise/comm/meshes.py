@@ -1,24 +1,28 @@
-"""Which dimension of a user's mesh shards, and which replicates? Meshes are checked before any group is made."""
+"""What are the dimensions of a user's mesh for? Meshes are checked before any group is made."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigError, RanksDifferError
 
-ROLES = ("shard", "replicate")
-"""What a dimension can be for: its ranks divide every Unit, or hold the same shards."""
+ROLES = ("shard", "replicate", "tensor", "pipe")
+"""What a dimension can be for: its ranks divide every Unit; hold the same shards; hold other parts of the model's tensors (tensor
+parallelism); hold other blocks of the model (pipeline parallelism)."""
 _EXAMPLE = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))'
 
 
 def dimensions(mesh: DeviceMesh, roles: Mapping[str, str] | None) -> dict[str, str] | None:
     """The name of the dimension for each role. None: there is one dimension, and it shards."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh={mesh!r} is a {type(mesh).__name__}; a torch DeviceMesh is needed: {_EXAMPLE}.")
     names = mesh.mesh_dim_names
     if roles is None and mesh.ndim == 1 and (names is None or names[0] not in ROLES[1:]):
         _check_ranks(mesh)
@@ -42,7 +46,7 @@ def dimensions(mesh: DeviceMesh, roles: Mapping[str, str] | None) -> dict[str, s
     if "shard" not in found:
         _refuse(mesh, f"no dimension has the role 'shard'. Give it one, of size 1 if nothing is to be sharded: {_EXAMPLE}")
     _check_ranks(mesh)
-    return found if "replicate" in found else None
+    return found if len(found) > 1 else None
 
 
 def check_alike(mesh: DeviceMesh, named: Mapping[str, str] | None, timeout_s: float = 600.0) -> None:
@@ -78,3 +82,25 @@ def _check_ranks(mesh: DeviceMesh) -> None:
 def _refuse(mesh: DeviceMesh, why: str) -> NoReturn:
     shape = "x".join(str(size) for size in mesh.mesh.shape)
     raise ConfigError(f"mesh={mesh.mesh_dim_names or 'without names'} of shape {shape} cannot be used: {why}.")
+
+
+class Blocks(NamedTuple):
+    """The ranks of a mesh by role: `by_role[pipe, tensor, replicate, shard]` is a global rank. Missing roles have one number."""
+
+    by_role: torch.Tensor
+    names: Mapping[str, str]
+
+    @staticmethod
+    def of(mesh: DeviceMesh, named: Mapping[str, str]) -> Blocks:
+        """The ranks of a mesh whose dimensions are `named` by role."""
+        names = mesh.mesh_dim_names
+        assert names is not None
+        order = [role for role in ("pipe", "tensor", "replicate", "shard") if role in named]
+        ranks = mesh.mesh.permute([names.index(named[role]) for role in order])
+        shape = [mesh.size(names.index(named[role])) if role in named else 1 for role in ("pipe", "tensor", "replicate", "shard")]
+        return Blocks(ranks.reshape(shape), named)
+
+    def place_of(self, rank: int) -> tuple[int, int, int, int]:
+        """Where a global rank is: its numbers along pipe, tensor, replicate and shard."""
+        pipe, tensor, replicate, shard = (self.by_role == rank).nonzero()[0].tolist()
+        return pipe, tensor, replicate, shard

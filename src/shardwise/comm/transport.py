@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.beside import Beside
 from shardwise.comm.watch import Watch
 from shardwise.comm.world import World
 from shardwise.errors import LifecycleError
@@ -121,6 +122,8 @@ class Transport(ABC):
         self.watch = Watch(world, timeout_s)
         self.reason = ""
         """Why 'auto' could not use shared memory, if it could not; else empty."""
+        self.beside: Beside | None = None
+        """The ranks with the other parts of the model; None if every rank has all of it."""
 
     def know(self, tag: int, name: str, parameters: Sequence[str]) -> None:
         """Set the names that error messages use for a Unit."""

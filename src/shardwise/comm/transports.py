@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm.alone import AloneTransport
+from shardwise.comm.beside import Beside
 from shardwise.comm.combined import CombinedTransport
 from shardwise.comm.nccl import NcclTransport
 from shardwise.comm.pairwise import PairwiseTransport
@@ -54,6 +55,8 @@ def make_transport(
     if world.across is not None:
         transport = ReplicatedTransport(world, transport, _build_across(name, world, exchange_bytes, timeout_s), exchange_bytes)
     transport.reason = reason
+    if world.beside is not None:
+        transport.beside = Beside(world.beside, transport.watch)
     for entry in reservations:
         transport.know(entry.tag, entry.name, entry.parameters)
     return transport, memory

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm.meshes import check_alike, dimensions
+from shardwise.comm.meshes import Blocks, check_alike, dimensions
 from shardwise.errors import ConfigError
 
 _HEAD = 8
@@ -51,9 +51,12 @@ class Outcome(Generic[_Result]):
 class World:
     """Rank, size, device, and the small collectives the library needs outside the hot path.
 
-    Three axes: `shard`, the ranks that divide a flat vector among them; `replicate`, those that hold the same shard; `everyone`,
-    all of them. Layouts and norms use `shard`, averages and agreements use `everyone`. Without a mesh of two dimensions every
-    rank is on the shard axis.
+    These are the ranks that train the same part of the model on different data. Three axes: `shard`, the ranks that divide a flat
+    vector among them; `replicate`, those that hold the same shard; `everyone`, all of them. Layouts and norms use `shard`,
+    averages and agreements use `everyone`. Without a mesh of several dimensions every rank is on the shard axis.
+
+    If the model is divided by tensor or pipeline parallelism there is a fourth axis, `model`: the ranks that hold its other parts
+    at the same place of their Worlds. Norms and checkpoints need them.
     """
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -78,6 +81,14 @@ class World:
         """The ranks of each replica, in the order of their shards."""
         self.across: World | None = None
         """The ranks of the replicate axis that this rank is on; None if every rank holds another shard."""
+        self.whole = self
+        """All ranks of the run."""
+        self.beside: World | None = None
+        """The ranks of the model axis that this rank is on; None if every rank has the whole model."""
+        self.tensor: World | None = None
+        """Those of them on this rank's dimension of tensor parallelism, if there is one."""
+        self.pipe: World | None = None
+        """Those of them on this rank's dimension of pipeline parallelism, if there is one."""
 
     @staticmethod
     def of(mesh: DeviceMesh | None, device: torch.device, roles: Mapping[str, str] | None = None) -> World:
@@ -88,7 +99,7 @@ class World:
         if mesh is not None:
             named = dimensions(mesh, roles)
             check_alike(mesh, named)
-            world = World(mesh, device) if named is None else World._replicated(mesh, named, device)
+            world = World(mesh, device) if named is None else World._with_roles(mesh, named, device)
             world.roles = roles
             return world
         if roles is not None:
@@ -100,31 +111,27 @@ class World:
         return World(init_device_mesh(device.type, (dist.get_world_size(),)), device)
 
     @staticmethod
-    def _replicated(mesh: DeviceMesh, named: Mapping[str, str], device: torch.device) -> World:
-        """The World of a mesh with a shard and a replicate dimension."""
-        members = mesh.mesh.flatten().tolist()
-        world = World(None, device)
+    def _with_roles(mesh: DeviceMesh, named: Mapping[str, str], device: torch.device) -> World:
+        """The World of a mesh with several dimensions."""
+        blocks = Blocks.of(mesh, named)
+        pipe, tensor, replicate, shard = blocks.place_of(dist.get_rank())
+        members = sorted(blocks.by_role.flatten().tolist())
+        data = blocks.by_role[pipe, tensor]
+        world = _among(sorted(data.flatten().tolist()), members, device)
         world.mesh = mesh
-        world.group = _group_of(tuple(members))
-        world.rank, world.world_size = members.index(dist.get_rank()), len(members)
-        world.ranks = world.labels = world.company = list(range(len(members)))
-        names = mesh.mesh_dim_names
-        assert names is not None
-        by_replica = mesh.mesh if names.index(named["replicate"]) == 0 else mesh.mesh.t()
-        world.replicas = [[members.index(rank) for rank in row] for row in by_replica.tolist()]
-        world.inside, world.across = (world._along(mesh.get_group(named[role]), members) for role in ("shard", "replicate"))
+        if "replicate" in named:
+            world.replicas = [[world.labels.index(members.index(rank)) for rank in row] for row in data.tolist()]
+            world.inside = _among(data[replicate].tolist(), members, device, mesh.get_group(named["shard"]))
+            world.across = _among(data[:, shard].tolist(), members, device, mesh.get_group(named["replicate"]))
+        peers = blocks.by_role[:, :, replicate, shard]
+        if peers.numel() > 1:
+            world.whole = _among(members, members, device)
+            world.beside = _among(sorted(peers.flatten().tolist()), members, device)
+            if "tensor" in named:
+                world.tensor = _among(peers[pipe].tolist(), members, device, mesh.get_group(named["tensor"]))
+            if "pipe" in named:
+                world.pipe = _among(peers[:, tensor].tolist(), members, device, mesh.get_group(named["pipe"]))
         return world
-
-    def _along(self, group: dist.ProcessGroup, members: Sequence[int]) -> World:
-        """The World of the ranks that this rank shares a dimension of the mesh with."""
-        mine = dist.get_process_group_ranks(group)
-        found = World(None, self.device)
-        found.group = group
-        found.rank, found.world_size = mine.index(members[self.rank]), len(mine)
-        found.ranks = list(range(len(mine)))
-        found.labels = [members.index(rank) for rank in mine]
-        found.company = self.company
-        return found
 
     @property
     def everyone(self) -> Axis:
@@ -142,8 +149,18 @@ class World:
         return Axis(0, 1) if self.across is None else Axis(self.across.rank, self.across.world_size)
 
     @property
+    def model(self) -> Axis:
+        """The ranks that hold the parts of the model."""
+        return Axis(0, 1) if self.beside is None else Axis(self.beside.rank, self.beside.world_size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of those that train the same blocks: of the run, or of a pipeline stage."""
+        return self.rank == 0 and (self.tensor is None or self.tensor.rank == 0)
+
+    @property
     def label(self) -> int:
-        """This rank's number in error messages."""
+        """This rank's number among all of the run; error messages name ranks by it."""
         return self.labels[self.rank]
 
     @property
@@ -227,8 +244,21 @@ class World:
         return [ctypes.string_at(part.cpu().data_ptr(), room) for part in parts]
 
 
+def _among(ranks: Sequence[int], members: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None) -> World:
+    """The World of some global ranks among all `members` of the run; each of them must call this."""
+    found = World(None, device)
+    found.group = group or _group_of(tuple(ranks))
+    found.rank, found.world_size = ranks.index(dist.get_rank()), len(ranks)
+    found.ranks = list(range(len(ranks)))
+    found.labels = [members.index(rank) for rank in ranks]
+    found.company = list(range(len(members)))
+    return found
+
+
 def _group_of(members: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group over these global ranks. Each of them must call this."""
+    if members == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD  # type: ignore[return-value]  # it is there: this rank is in it
     if members not in _parts or _parts[members][0] is not dist.group.WORLD:
         # Cached: torch keeps the group anyway, and the next run on the same ranks uses it again.
         _parts[members] = (dist.group.WORLD, dist.new_group(list(members), use_local_synchronization=True))

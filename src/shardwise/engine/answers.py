@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import FreedParameterError, LifecycleError
-from shardwise.partition import Handle, Unit
+from shardwise.partition import Handle, Unit, like
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -86,7 +86,7 @@ class Answers:
         if runtime.stage.gathers_grads and not unit.blueprint.tile_of:
             runtime.gradients.home.show(unit)
             held = next((piece.grad for piece in unit.pieces_of(slot)), None)
-            return None if held is None else held.as_strided(place.shape, place.stride)
+            return None if held is None else like(unit.params[slot], held.as_strided(place.shape, place.stride))
         raise FreedParameterError(
             f".grad of parameter {place.name!r} (rank {runtime.world.rank}): the gradient was reduced and only this rank's shard "
             "of it (of a tiled parameter: its tiles) is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, "

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.engine.accumulated import Accumulated
 from shardwise.engine.lookups import SharedTable
-from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, set_own_grad
+from shardwise.partition import GRAD, REQUIRES_GRAD, Unit, is_dtensor, local_grad, set_own_grad
 
 
 class Arrived(NamedTuple):
@@ -93,13 +93,14 @@ class Arrivals:
                 if grad is not None:
                     set_own_grad(unit.params[slot], None)
                     self._listen(unit, slot, unit.params[slot])
+                    grad = local_grad(unit.params[slot], grad)
                     self._arrived[unit.index].append(Arrived(slot, grad, grad._version))
 
 
 class _Arrival:
     """The prehook of one parameter: autograd calls it with the gradient. It runs for every parameter, so it does little."""
 
-    __slots__ = ("_accumulated", "_arrived", "_index", "_listener", "_num_params", "_param", "_slot", "_table")
+    __slots__ = ("_accumulated", "_arrived", "_index", "_is_dtensor", "_listener", "_num_params", "_param", "_slot", "_table")
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class _Arrival:
         self._listener = weakref.ref(listener)
         self._index, self._slot, self._param, self._num_params = unit.index, slot, unit.params[slot], len(unit.params)
         self._table, self._arrived, self._accumulated = table, arrived, accumulated
+        self._is_dtensor = is_dtensor(self._param)
 
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None]:
         listener = self._listener()
@@ -125,6 +127,8 @@ class _Arrival:
             if grad is not None and is_trained:
                 # Detached: with create_graph=True this list would hold the graph, which holds this hook.
                 grad = grad.detach() if grad.requires_grad else grad
+                if self._is_dtensor:
+                    grad = local_grad(self._param, grad)
                 self._arrived.append(Arrived(self._slot, grad, grad._version))
                 if is_hooked or len(self._arrived) == self._num_params or self._accumulated.is_open:
                     listener.arrive(self._index)

@@ -10,15 +10,16 @@ import functools
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import Reservation, Transport, World, make_transport
-from shardwise.config import Activations, ShardConfig
+from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
+from shardwise.engine.agreement import check_ranks_agree, is_copied
 from shardwise.engine.answers import Answers
 from shardwise.engine.construction import Construction
 from shardwise.engine.hooks import attach
@@ -32,27 +33,31 @@ from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
 from shardwise.engine.tiles import Operators
-from shardwise.errors import ModelError, RanksDifferError
+from shardwise.errors import ModelError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
     Blueprint,
     Handle,
+    Layout,
     ParamInfo,
     Unit,
     UnitSpec,
     adopt_tiled,
     cut_tiles,
+    dense_like,
     find_units,
     flat_values,
     join_small,
     list_params,
+    local_of,
     make_layout,
     make_tile_layout,
+    part_of,
     storage_stride,
     store,
 )
 from shardwise.stages import STAGES, Held
-from shardwise.tiers import Heap, Ledger, SparePages, checksum
+from shardwise.tiers import Heap, Ledger, SparePages
 
 
 def assemble(
@@ -83,7 +88,7 @@ def assemble(
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device, roles)
-    _check_ranks_agree(world, config, infos, specs, also)
+    check_ranks_agree(world, model, config, infos, specs, also)
     moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
@@ -232,10 +237,11 @@ def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if not buffer.is_meta]
     places = []
     for name, tensor in [*((info.name, info.param) for info in infos), *buffers]:
-        if not hasattr(tensor, "_shardwise") and tensor.numel() and tensor.layout == torch.strided:
-            start = tensor.data_ptr()
-            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            places.append((start, start + extent * tensor.element_size(), name))
+        if not hasattr(tensor, "_shardwise") and local_of(tensor).numel() and tensor.layout == torch.strided:
+            local = local_of(tensor)
+            start = local.data_ptr()
+            extent = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1
+            places.append((start, start + extent * local.element_size(), name))
     places.sort()
     reaches: dict[bool, tuple[int, str]] = {}  # of parameters and of buffers: the largest end so far, and whose it is
     for start, end, other in places:
@@ -258,88 +264,6 @@ def _refuse_overlaps(model: nn.Module, infos: Sequence[ParamInfo]) -> None:
         )
 
 
-def _check_ranks_agree(
-    world: World, config: ShardConfig, infos: list[ParamInfo], specs: list[UnitSpec], also: Mapping[str, object]
-) -> None:
-    """Compare options, names, shapes and values over ranks; name the first difference."""
-    mine = {
-        "options": repr(
-            (
-                config.stage,
-                config.precision,
-                config.max_unit_bytes,
-                config.min_unit_bytes,
-                config.exchange_bytes,
-                config.transport,
-                config.prefetch_bytes,
-                config.buffers,
-                config.methods,
-                dataclasses.replace(config.offload, path=None),
-                _comparable(config.activations),
-                config.tiling,
-            )
-        ),
-        "units": [(spec.name, [info.name for info in spec.infos]) for spec in specs],
-        "params": [
-            (info.name, tuple(info.param.shape), str(info.param.dtype), info.param.requires_grad, _digest_of(info))
-            for info in infos
-        ],
-        "also": {
-            what: _Failure(f"{type(found).__name__}: {found}") if isinstance(found, Exception) else found
-            for what, found in also.items()
-        },
-    }
-    everyone = world.gather_objects(mine)
-    for problem in also.values():
-        if isinstance(problem, Exception):
-            raise problem
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if other["options"] != first["options"]:
-            raise RanksDifferError(f"rank {rank} asks for {other['options']}, rank 0 for {first['options']}.")
-        for what, found in other["also"].items():
-            if isinstance(found, _Failure):
-                raise RanksDifferError(f"rank {rank} could not find out its {what}: {found.text}")
-            if found != first["also"][what]:
-                raise RanksDifferError(f"rank {rank} has other {what} than rank 0: {found} against {first['also'][what]}.")
-        for a, b in zip(first["params"], other["params"], strict=False):
-            if a != b:
-                what, ours, theirs = next(t for t in zip(_COMPARED, a, b, strict=True) if t[1] != t[2])
-                shown = "" if what == "values" else f": {ours} against {theirs}"
-                raise RanksDifferError(
-                    f"the models of rank 0 and rank {rank} differ in the {what} of parameter {a[0]!r}{shown}. Build the same "
-                    "model on every rank: the same code, and the same seed (torch.manual_seed) or checkpoint."
-                )
-        if len(first["params"]) != len(other["params"]):
-            raise RanksDifferError(f"rank 0 has {len(first['params'])} parameters, rank {rank} has {len(other['params'])}.")
-        if other["units"] != first["units"]:
-            raise RanksDifferError(f"rank {rank} found other Units than rank 0; pass the same units= on every rank.")
-
-
-class _Failure(NamedTuple):
-    """In place of a value: a rank's error, in words."""
-
-    text: str
-
-
-def _comparable(activations: Activations | None) -> object:
-    if activations is None:
-        return None
-    rule = activations.checkpoint
-    return "a function" if callable(rule) else rule, activations.offload, activations.partition is not False, activations.bytes
-
-
-_COMPARED = ("name", "shape", "dtype", "requires_grad", "values")
-
-
-def _digest_of(info: ParamInfo) -> int:
-    handle = getattr(info.param, "_shardwise", None)
-    if handle is not None:
-        found: int = handle.unit.owner.digests[handle.unit][handle.slot]
-        return found
-    return checksum(info.param)
-
-
 def _emulated(world: World, config: ShardConfig) -> bool:
     """Whether any rank's CPU emulates the stored dtype: one answer for all ranks."""
     dtype = config.precision.param
@@ -357,11 +281,7 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
     if spec.rows is not None:
         layout = make_tile_layout(spec.infos[0].name, first.shape, spec.rows, dtypes.stored.itemsize, world.shard.size)
     else:
-        layout = make_layout(
-            [(i.name, tuple(i.param.shape), storage_stride(i.param.shape, i.param.stride())) for i in spec.infos],
-            dtypes.stored.itemsize,
-            world.shard.size,
-        )
+        layout = _lay_out(spec, dtypes.stored.itemsize, world)
     return Blueprint(
         index=index,
         name=spec.name,
@@ -378,6 +298,22 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
         tile_of="" if spec.rows is None else spec.infos[0].name,
         adds_in_place=stage.params is Held.SHARD and adds_in_place(model.get_submodule(spec.module_path), holders),
     )
+
+
+def _lay_out(spec: UnitSpec, itemsize: int, world: World) -> Layout:
+    """The layout of a Unit: of parameters that tensor parallelism has divided, of this rank's part."""
+    ranks = [] if world.tensor is None or world.tensor.group is None else dist.get_process_group_ranks(world.tensor.group)
+    parts = [part_of(info.name, info.param, ranks) for info in spec.infos]
+    places = []
+    for info, part in zip(spec.infos, parts, strict=True):
+        shape, stride = tuple(local_of(info.param).shape), storage_stride(info.param.shape, info.param.stride())
+        places.append((info.name, shape, stride if part is None else dense_like(shape, part.stride)))
+    layout = make_layout(places, itemsize, world.shard.size)
+    slots = [
+        dataclasses.replace(slot, part=part, is_copy=is_copied(info.param, world))
+        for slot, info, part in zip(layout.slots, spec.infos, parts, strict=True)
+    ]
+    return dataclasses.replace(layout, slots=tuple(slots))
 
 
 def _reservation(unit: Blueprint) -> Reservation:

@@ -65,7 +65,7 @@ class GradHome(ABC):
 
     @abstractmethod
     def power_sums(self, units: Mapping[int, Unit], power: float) -> Iterator[torch.Tensor]:
-        """Sum of |x|^power in fp64 of every piece that has a gradient, in order."""
+        """Sum of |x|^power in fp64 of every piece that has a gradient, in order; copies that other ranks count are left out."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -150,7 +150,7 @@ class GradsInMemory(GradHome):
 
     def power_sums(self, units: Mapping[int, Unit], power: float) -> Iterator[torch.Tensor]:
         """Computed when iterated."""
-        return (power_sum(grad, power) for _, _, grad in self.each(units.values()))
+        return (power_sum(grad, power) for unit, piece, grad in self.each(units.values()) if not _is_copy(unit, piece))
 
     def settle(self) -> None:
         """Nothing to do: there are no evictions."""
@@ -273,11 +273,12 @@ class OffloadedGrads(GradHome):
         has_all = all(i in self._sums for i, unit in units.items() if any(p.grad is not None for p in unit.pieces))
         if power != 2.0 or not has_all or self.factors:
             self._measures = True
-            yield from (power_sum(grad, power) for _, _, grad in self.each(units.values()))
+            each = self.each(units.values())
+            yield from (power_sum(grad, power) for unit, piece, grad in each if not _is_copy(unit, piece))
             return
         for index, unit in units.items():
             for number, grad in enumerate(unit.grads()):
-                if self._holds(grad):
+                if self._holds(grad) and not _is_copy(unit, unit.pieces[number]):
                     yield self._sums[index][number]
 
     def settle(self) -> None:
@@ -291,6 +292,10 @@ class OffloadedGrads(GradHome):
 
     def forget(self, unit: Unit) -> None:
         """Nothing to do: the next gradient overwrites the shelf."""
+
+
+def _is_copy(unit: Unit, piece: UpdatePiece) -> bool:
+    return unit.layout.slots[piece.slot].is_copy
 
 
 def power_sum(values: torch.Tensor, power: float, chunk: int = 1 << 18) -> torch.Tensor:

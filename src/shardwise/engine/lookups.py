@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.saved import has_foreign_hooks
-from shardwise.partition import Unit
+from shardwise.partition import Unit, is_dtensor
 
 Grads = tuple[torch.Tensor | None, ...]
 _num_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -40,6 +40,8 @@ def is_lookup(module: nn.Module) -> bool:
 def adds_in_place(module: nn.Module, holders: Sequence[Sequence[nn.Module]]) -> bool:
     """Whether the parts of a gradient are added in place, for a Unit of `module` whose parameters these modules hold."""
     if not IS_POSSIBLE or len(holders) != 1 or module in holders[0]:
+        return False
+    if any(is_dtensor(param) for param in holders[0][0]._parameters.values()):
         return False
     return sum(not is_lookup(holder) for holder in holders[0]) <= 1
 
@@ -126,7 +128,7 @@ class Lookups:
 
     def __init__(self, units: Sequence[Unit], openings: Sequence[Openings], listener: BackwardListener) -> None:
         begin_backward = _Weakly(listener)
-        covered = [unit for unit in units if unit.is_covered and IS_POSSIBLE]
+        covered = [unit for unit in units if unit.is_covered and IS_POSSIBLE and not is_dtensor(unit.params[0])]
         self.tables = {unit.index: SharedTable(openings[unit.index], begin_backward) for unit in covered}
 
     def watch(self, units: Sequence[Unit], output: object) -> None:

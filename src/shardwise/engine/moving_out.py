@@ -39,7 +39,7 @@ def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.op
     assert adopted is not None
     places = adopted.places(optimizer)
     kinds, states = _tell(runtime, survivors)
-    is_first = runtime.world.rank == 0
+    is_first = runtime.world.is_first
     for unit in runtime.units:
         for kind, dtype in kinds.get(unit.index, {}).items():
             full = survivors.full_state(unit, kind, dtype)

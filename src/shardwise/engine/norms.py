@@ -40,7 +40,13 @@ class Norms:
         return self._combined(total, dist.ReduceOp.SUM).pow(1.0 / norm_type).to(torch.float32).squeeze(0)
 
     def _combined(self, total: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        return self._transport.inside.all_reduce(total, op) if self._is_partitioned else total
+        """Over the shards of every part of the model."""
+        return self._over_parts(self._transport.inside.all_reduce(total, op) if self._is_partitioned else total, op)
+
+    def _over_parts(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """All-reduce over the ranks with the other parts of the model, if it is divided."""
+        beside = self._transport.beside
+        return values if beside is None else beside.all_reduce(values, op)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
@@ -76,7 +82,7 @@ class Norms:
         for part in self._home.power_sums(self._units, 2.0):
             if not bool(torch.isfinite(part)):  # in fp64 a sum of squares of fp32 values is finite exactly if all of them are
                 bad[0] = 1
-        return not bool(self._transport.all_reduce(bad, dist.ReduceOp.MAX).item())
+        return not bool(self._over_parts(self._transport.all_reduce(bad, dist.ReduceOp.MAX), dist.ReduceOp.MAX).item())
 
     def non_finite(self) -> list[str]:
         """Names of parameters with an infinite or NaN gradient on any rank."""
@@ -88,7 +94,9 @@ class Norms:
                 flags[position[unit.index, piece.slot]] = 1
         found = self._transport.all_reduce(flags, dist.ReduceOp.MAX).tolist()
         names = [self._units[index].layout.slots[slot].name for index, slot in places if found[position[index, slot]]]
-        return list(dict.fromkeys(names))
+        beside = self._transport.beside
+        everywhere = [names] if beside is None else beside.world.gather_objects(names)
+        return list(dict.fromkeys(name for listed in everywhere for name in listed))
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

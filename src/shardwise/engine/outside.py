@@ -23,9 +23,13 @@ from shardwise.partition import (
     Handle,
     ShardedParameter,
     Unit,
+    address_of,
     copy_assigned,
     differs,
     flat_values,
+    is_dtensor,
+    local_of,
+    set_local,
     store,
     write_back,
 )
@@ -283,7 +287,7 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         if isinstance(tensor, ShardedParameter) or not tensor.numel():
             return tensor
         try:
-            address = tensor.data_ptr()
+            address = address_of(tensor)
         except RuntimeError:  # the wrapper of a torch.func transform
             return tensor
         unit, start = next(((unit, start) for start, end, unit in places if start <= address < end), (None, 0))
@@ -292,6 +296,10 @@ def without_views(result: Any, touched: Sequence[Handle], name: str) -> Any:
         if tensor.grad_fn is not None:
             return tensor  # part of a graph: its memory is kept for as long as it is used
         slot = unit.layout.slot_at((address - start) // unit.dtypes.compute.itemsize)
-        return FreedView.of(next(h for h in touched if h.unit is unit).at(slot), tensor)
+        stand_in = FreedView.of(next(h for h in touched if h.unit is unit).at(slot), local_of(tensor))
+        if not is_dtensor(tensor):
+            return stand_in
+        set_local(tensor, stand_in)  # operations on it come to the stand-in, which refuses them
+        return tensor
 
     return map_tensors(checked, result)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.errors import StaleGraphError
-from shardwise.partition import ShardedParameter, Unit
+from shardwise.partition import Form, ShardedParameter, Unit, address_of, is_dtensor, local_of
 
 _top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _is_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
@@ -49,6 +49,13 @@ class Place(NamedTuple):
         """The view itself; valid while the Unit is gathered."""
         full = self.unit.full if self.unit.full.dtype == self.dtype else self.unit.full.view(self.dtype)
         return full.as_strided(self.shape, self.stride, full.storage_offset() + self.offset)
+
+
+class _Divided(NamedTuple):
+    """A DTensor whose local tensor is a view of a Unit's full vector."""
+
+    place: Place
+    form: Form
 
 
 class _Passed(NamedTuple):
@@ -155,6 +162,9 @@ class SavedPlaces:
         elif kind is Place:
             kept.check()
             kept = self._restore(kept)
+        elif kind is _Divided:
+            kept.place.check()
+            kept = kept.form.wrap(self._restore(kept.place))
         elif kind is _Passed:
             kept = kept.unpack(kept.value)
         found: torch.Tensor = kept
@@ -179,10 +189,15 @@ class _Pack:
             if isinstance(tensor, ShardedParameter):
                 with torch._C.DisableTorchFunctionSubclass():
                     address = tensor.data_ptr()
+        is_wrapper = not address and is_dtensor(tensor)
+        if is_wrapper:
+            address = address_of(tensor)
         places = self.places
         unit = places.unit_at(address) if places.low <= address < places.high else None
         if unit is not None and not unit.is_overlaid:
             with torch._C.DisableTorchFunctionSubclass():
+                if is_wrapper:
+                    return _Divided(places.place(unit, local_of(tensor), address), Form.of(tensor))
                 return places.place(unit, tensor, address)
         if self.outer is not None:
             return _Passed(self.outer[1], self.outer[0](tensor))

@@ -22,7 +22,7 @@ def share_cores(world: World) -> str:
         return ""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else tuple(range(os.cpu_count() or 1))
     mine = (host_identity(), cores)
-    num_ranks = world.gather_objects(mine).count(mine)
+    num_ranks = world.whole.gather_objects(mine).count(mine)
     share = max(len(cores) // num_ranks, 1)
     found = f"{len(cores)} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}"
     if user_chose():

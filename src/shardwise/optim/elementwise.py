@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import OptimizerError
+from shardwise.partition import local_of
 
 _REASONS = {
     "LBFGS": "it keeps a history of whole-model directions and re-evaluates the loss",
@@ -68,8 +69,11 @@ def fresh_state(param: torch.Tensor, state: dict[str, Any], new: torch.Tensor) -
     States with the parameter's shape take the shape of `new`. A scalar's step count has that shape too, but is a count.
     """
     return {
-        key: torch.full_like(new, float(value.flatten()[0]))
-        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.numel() and (param.dim() or key != "step")
+        key: torch.full_like(new, float(local_of(value).flatten()[0]))
+        if isinstance(value, torch.Tensor)
+        and value.shape == param.shape
+        and local_of(value).numel()
+        and (param.dim() or key != "step")
         else _copied(value)
         for key, value in state.items()
     }

@@ -16,9 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException
 
 from shardwise.errors import FreedParameterError
+from shardwise.partition.dtensors import assign, dtensor_classes, like
 from shardwise.partition.lifecycle import Handle
 from shardwise.partition.operations import CASTS, CONVERSIONS, GEOMETRY, METADATA, PAST_PYTHON, REMEDIES, is_overwrite, name_of
-from shardwise.partition.raw import DATA, REQUIRES_GRAD, own_data
+from shardwise.partition.raw import DATA, REQUIRES_GRAD, address_of, is_dtensor, own_data
 
 
 class ShardedParameter(nn.Parameter):
@@ -46,7 +47,7 @@ class ShardedParameter(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:  # `module.to()` assigns a parameter to itself where nothing changes
-            DATA.__set__(self, value)
+            assign(self, value)
 
     @property
     def requires_grad(self) -> bool:
@@ -67,14 +68,17 @@ class ShardedParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         """A copy is an ordinary parameter with its own memory."""
         if id(self) not in memo:
-            memo[id(self)] = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = self._copied()
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle it as an ordinary parameter with its own memory."""
-        plain = self._user_class(own_data(self).clone(memory_format=torch.preserve_format), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return self._copied().__reduce_ex__(protocol)
+
+    def _copied(self) -> nn.Parameter:
+        copied = like(self, own_data(self).clone(memory_format=torch.preserve_format))
+        return nn.Parameter(copied, self.requires_grad) if is_dtensor(copied) else self._user_class(copied, self.requires_grad)
 
 
 class _Freed(torch.Tensor):
@@ -222,7 +226,7 @@ class FreedParameter(_Freed, ShardedParameter):
             if isinstance(value, FreedView):
                 value.check()
             return  # a view of this parameter: nothing changes
-        if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(value.data_ptr())):
+        if isinstance(value, _Freed) or (isinstance(value, torch.Tensor) and unit.owner.owns(address_of(value))):
             raise refusal(self, "tying through .data")
         if (
             not isinstance(value, torch.Tensor)
@@ -381,6 +385,8 @@ def managed_classes(cls: type[nn.Parameter]) -> tuple[type[ShardedParameter], ty
         cls = cls._user_class
     if cls is nn.Parameter:
         return ShardedParameter, FreedParameter
+    if cls.__module__ == "torch.distributed.tensor":
+        return dtensor_classes(cls, ShardedParameter, FreedParameter)
     gathered = type(f"Sharded{cls.__name__}", (ShardedParameter, cls), {"_user_class": cls})
     freed = type(f"Freed{cls.__name__}", (FreedParameter, cls), {"_user_class": cls})
     return gathered, freed

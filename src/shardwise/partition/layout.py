@@ -24,6 +24,18 @@ LARGE_SHARD_BYTES = 16 * BLOCK_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a parameter these ranks train, if tensor parallelism has divided it: a box."""
+
+    origin: tuple[int, ...]
+    """Its first index along each dimension."""
+    whole: tuple[int, ...]
+    """The shape of the whole parameter."""
+    stride: tuple[int, ...]
+    """The strides that the whole parameter would be kept with."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
     """A range of one parameter: `numel` elements from `offset` of the flat vector, seen with `shape` and `stride`.
 
@@ -38,11 +50,20 @@ class Slot:
     start: int = 0
     whole: tuple[int, ...] | None = None
     """The whole parameter's shape, if the range is a tile."""
+    part: Part | None = None
+    """Which part of a divided parameter this one is; None if these ranks train all of it."""
+    is_copy: bool = False
+    """Whether ranks with another part of the model have the same parameter and count it: it is in norms once."""
 
     @property
     def end(self) -> int:
         """One past the last element."""
         return self.offset + self.numel
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the parameter has no elements; a part of it may have none though others do."""
+        return not math.prod(self.shape if self.part is None else self.part.whole)
 
     @property
     def param_shape(self) -> tuple[int, ...]:
@@ -195,6 +216,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
         dense.append(step)
         step *= max(extent, 1)
     return tuple(reversed(dense))
+
+
+def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides that fill memory, for elements of a shape in the order of other strides."""
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+    dense = row_major([shape[dim] for dim in order])
+    return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -14,10 +14,11 @@ from torch import nn
 
 from shardwise.errors import FreedParameterError
 from shardwise.partition.blueprint import Blueprint, Span, UnitDtypes
+from shardwise.partition.dtensors import retype
 from shardwise.partition.freed import managed_classes
 from shardwise.partition.layout import Layout, Piece
 from shardwise.partition.lifecycle import Handle, Owner, UnitState, check_move
-from shardwise.partition.raw import DATA, GRAD, point_at, set_own_grad
+from shardwise.partition.raw import DATA, GRAD, is_dtensor, point_at, set_local, set_own_grad
 from shardwise.partition.update_piece import UpdatePiece
 from shardwise.partition.writes import Writes
 from shardwise.tiers import (
@@ -74,6 +75,7 @@ class Unit:
         self._tier = device_tier(blueprint.device)
         self._spare_pages = spare_pages
         self._classes = [managed_classes(type(p)) for p in params]
+        self._setters = [set_local if is_dtensor(p) else DATA.__set__ for p in params]
         self._views: list[torch.Tensor] | None = None
         blank = torch.full((), float("nan"), dtype=blueprint.dtypes.compute, device=blueprint.device)
         self._blanks = [blank.expand(slot.shape) for slot in blueprint.layout.slots]
@@ -225,6 +227,7 @@ class Unit:
         """
         for index, (param, (_, freed)) in enumerate(zip(self.params, self._classes, strict=True)):
             set_own_grad(param, None)
+            retype(param, self.dtypes.compute)
             point_at(param, self._blanks[index])
             param._shardwise = Handle(self, index, keeps_unit=keeps_unit)  # type: ignore[attr-defined]
             param.__class__ = freed
@@ -280,9 +283,8 @@ class Unit:
                 flat = [torch.as_strided(full, s.shape, s.stride, base + s.offset) for s in self.layout.slots]
                 self._views = [own_storage(view) for view in flat]
             self.writes.begin(self._buffer(), self._views)
-        set_data = DATA.__set__
         with torch._C.DisableTorchFunctionSubclass():
-            for param, view, (gathered, _) in zip(self.params, self._views, self._classes, strict=True):
+            for param, view, (gathered, _), set_data in zip(self.params, self._views, self._classes, self._setters, strict=True):
                 param.__class__ = gathered
                 if not is_shown:
                     set_data(param, view)
@@ -305,9 +307,8 @@ class Unit:
         """
         check_move(self.name, self.state, UnitState.SHARDED)
         is_overlaid = self.is_overlaid
-        set_data = DATA.__set__
         with torch._C.DisableTorchFunctionSubclass():
-            for param, blank, (_, freed) in zip(self.params, self._blanks, self._classes, strict=True):
+            for param, blank, (_, freed), set_data in zip(self.params, self._blanks, self._classes, self._setters, strict=True):
                 if not is_overlaid:
                     set_data(param, blank)
                 param.__class__ = freed

@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.config import UnitRule
 from shardwise.errors import ConfigError, ModelError
 from shardwise.partition.layout import cut_rows, is_row_major, storage_stride
+from shardwise.partition.raw import even_numel, is_dtensor
 
 HUGE_SHARE = 0.5
 """A parameter outside the blocks gets its own Unit if it is at least this fraction of the largest block ..."""
@@ -42,8 +43,8 @@ class ParamInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the parameter's own dtype."""
-        return self.param.numel() * self.param.dtype.itemsize
+        """Size in the parameter's own dtype; of a DTensor, of the largest local tensor."""
+        return even_numel(self.param) * self.param.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,11 @@ def cut_tiles(specs: Sequence[UnitSpec], max_bytes: int) -> list[UnitSpec]:
 
 
 def _rows_of_tiles(info: ParamInfo, max_bytes: int) -> list[tuple[int, int]]:
+    if is_dtensor(info.param):
+        raise ModelError(
+            f"Tiling(max_bytes={max_bytes}): parameter {info.name!r} takes {info.num_bytes} bytes on this rank and is divided by "
+            "tensor parallelism, which tiles cannot be made of. Raise max_bytes, or divide it over more ranks."
+        )
     shape, stride = tuple(info.param.shape), tuple(info.param.stride())
     if not is_row_major(shape, storage_stride(shape, stride)):
         raise ModelError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.errors import ModelError
-from shardwise.partition.raw import point_at
+from shardwise.partition.raw import local_of, point_at
 from shardwise.partition.unit import Unit
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time
@@ -106,8 +106,8 @@ def _check_replacement(unit: Unit, slot: int, data: torch.Tensor, view: torch.Te
 
 
 def flat_values(param: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A parameter's elements in storage order, as the layout keeps them."""
-    value = param.detach()
+    """A parameter's elements in storage order, as the layout keeps them; of a DTensor, those of its local tensor."""
+    value = local_of(param).detach()
     if tuple(value.stride()) != stride:
         value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
     return value.as_strided((value.numel(),), (1,))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from shardwise.partition.raw import own_data
+from shardwise.partition.raw import address_of, own_data, version_of
 from shardwise.tiers import FullBuffer, OverlaidBuffer, checksum
 
 _num_uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # without it only `.data` is noticed
@@ -50,7 +50,7 @@ class Writes:
 
     def has_alias_at(self, slot: int) -> bool:
         """Whether user code still holds a `.data` that shows a parameter's place in the full vector."""
-        return any(alias.data_ptr() == self._addresses[slot] for alias in self._aliases.get(slot, ()))
+        return any(address_of(alias) == self._addresses[slot] for alias in self._aliases.get(slot, ()))
 
     def is_shared(self, *, is_shown: bool) -> bool:
         """Whether anything but the Unit and (`is_shown`) its parameters uses the memory: a returned view, `.data`, an array."""
@@ -73,7 +73,7 @@ class Writes:
         is_watched = not self._is_always_full and not isinstance(self._full, OverlaidBuffer) and self.is_shared(is_shown=True)
         self._shown = self._mark() if is_watched else None
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [param._version for param in self._params]
+            self._versions = [version_of(param) for param in self._params]
 
     def may_have_happened(self) -> bool:
         """Whether gathered values may differ from the shards: written through the parameter or an alias of it, or replaced.
@@ -89,15 +89,15 @@ class Writes:
     def were_counted(self) -> bool:
         """Whether a write that autograd counts has happened since the last `note`, or a parameter was given other memory."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._versions != [p._version for p in self._params]:
+            if self._versions != [version_of(param) for param in self._params]:
                 return True
-            return any(p.data_ptr() != address for p, address in zip(self._params, self._addresses, strict=True))
+            return any(address_of(param) != address for param, address in zip(self._params, self._addresses, strict=True))
 
     def replaced(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
         """(slot, new tensor, whether the Unit's own view has moved) of parameters that were given other memory."""
         for slot, (param, address) in enumerate(zip(self._params, self._addresses, strict=True)):
             with torch._C.DisableTorchFunctionSubclass():
-                if param.data_ptr() != address:
+                if address_of(param) != address:
                     yield slot, own_data(param), self._views[slot].data_ptr() != address
 
     # -- while the Unit is freed ------------------------------------------------------------------------------
