@@ -183,7 +183,7 @@ class Run(Reading):
     @property
     def rank(self) -> int:
         """This rank's number among those of the run."""
-        return self._runtime.world.rank
+        return self._runtime.world.label
 
     # -- looking back -----------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Run(Reading):
         """
         base = self._timeline_path(path, png=png)
         tier = device_tier(self._runtime.world.device)
-        title = f"{base.name}: stage {self.config.stage}, rank {self.rank} of {self._runtime.world.world_size}"
+        title = f"{base.name}: stage {self.config.stage}, rank {self.rank} of {self._runtime.world.whole.world_size}"
         timeline = Timeline(title, tier.value, self.events.now)
 
         def count(*_: Any) -> None:  # what others allocate
@@ -287,7 +287,7 @@ class Run(Reading):
         base = Path(path)
         if base.suffix in (".html", ".png"):
             base = base.with_suffix("")
-        if self._runtime.world.world_size > 1:
+        if self._runtime.world.whole.world_size > 1:
             base = base.with_name(f"{base.name}-rank{self.rank}")
         if png and not has_matplotlib():
             raise ConfigError(
@@ -328,7 +328,7 @@ class Run(Reading):
         run = Run(other, other_optimizer, self.config, runtime)
         report = compare_with_plain(run, other, other_optimizer, plain, plain_optimizer, loss_of, steps=steps, max_norm=max_norm)
         run.close()
-        if self._runtime.world.rank == 0:
+        if self.rank == 0:
             print(report)
         return report
 

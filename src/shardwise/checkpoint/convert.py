@@ -106,6 +106,9 @@ def _copy(files: SavedFiles, place: Path, plan: HubPlan) -> None:
         for number, vector in enumerate(files.manifest.vectors):
             if vector.names:
                 _copy_vector(files, number, vector, writer)
+        for name in files.manifest.params:
+            if files.manifest.is_divided(name):
+                _copy_divided(files, name, writer)
         for name, encoded in _encoded_buffers(files).items():
             writer.write(name, 0, decode(encoded, "the manifest", files.stored).reshape(-1))
         writer.finish()
@@ -117,19 +120,23 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
     """Go through a vector from its begin to its end, and hand its values to the parameters that lie there."""
     params = files.manifest.params
     key = entry_key(number, files.value_kind(vector.names[0]))
-    places = zip(vector.offsets, vector.names, strict=True)
-    waiting = sorted(pair for pair in places if math.prod(params[pair[1]].shape))  # an empty one has nothing to copy
+    places = [(name, files.manifest.place(name, number)) for name in vector.names if not files.manifest.is_divided(name)]
+    waiting = sorted(
+        (place.offset, name, place.box) for name, place in places if place is not None and math.prod(place.box.shape)
+    )
     kept: torch.Tensor | None = None
-    for rank in range(files.manifest.world_size):
+    first_rank = vector.part * files.manifest.num_shards
+    for shard in range(files.manifest.num_shards if waiting else 0):
+        rank = first_rank + shard
         reader = files.reader(rank)
         if key not in reader.entries:
             raise CheckpointError(f"{files.path / files.manifest.file_name(rank)} has no entry {key!r}.")
         for start, values in reader.read(key, 0, vector.shard_numel):
-            low = rank * vector.shard_numel + start
-            for offset, name in list(waiting):
-                param = params[name]
-                begin, numel = vector.tile or (0, math.prod(param.shape))
-                end = offset + numel
+            low = shard * vector.shard_numel + start
+            for offset, name, box in list(waiting):
+                param, begin = params[name], box.first
+                assert begin is not None
+                end = offset + math.prod(box.shape)
                 if offset >= low + values.numel():
                     break
                 first, last = max(offset, low), min(end, low + values.numel())
@@ -144,6 +151,15 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
                         kept = None
                 if last == end:
                     waiting.pop(0)
+
+
+def _copy_divided(files: SavedFiles, name: str, writer: HubWriter) -> None:
+    """Put a parameter together whose parts lie in several vectors."""
+    param = files.manifest.params[name]
+    whole = torch.empty(math.prod(param.shape), dtype=DTYPES[param.dtype])
+    for at, values in files.parts(name, files.value_kind(name), 0, whole.numel()):
+        whole[at : at + values.numel()] = values
+    writer.write(name, 0, whole.as_strided(param.shape, param.stride).contiguous().view(-1))
 
 
 def _documents(path: Path, dtype: torch.dtype | None) -> dict[str, bytes]:

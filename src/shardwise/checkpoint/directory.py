@@ -107,7 +107,7 @@ class Checkpoints:
         self, run: Saveable, *, scheduler: Any = None, strict: bool = True, progress: Progress | None = None
     ) -> Loaded | None:
         """Load the newest checkpoint into a run, or return None if there is none. All ranks must call."""
-        world = run._subject.runtime.world
+        world = run._subject.runtime.world.whole
         paths = try_together(world, self._newest, f"nothing was loaded from {self.directory}")
         require_same_path(paths, "load")
         newest = paths[0]

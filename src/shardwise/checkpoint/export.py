@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
+from shardwise.checkpoint.boxes import linear_start
 from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.exported import Exported
 from shardwise.checkpoint.hub_files import HubPlan, HubWriter
 from shardwise.checkpoint.subject import Subject, try_together
 from shardwise.engine import MASTER, VALUE
 from shardwise.errors import CheckpointError
-from shardwise.partition import Slot, Unit, is_row_major
+from shardwise.partition import Unit, full_of
 
 Wanted = Mapping[tuple[int, int], str]
 """The key of each parameter that is exported, by the index of its Unit and its slot."""
@@ -39,25 +40,31 @@ def export(
     target = Path(os.path.abspath(path))
     place = place_of(target, subject.next_save_id())
     failure = f"{target} was not exported"
-    is_first = runtime.world.rank == 0
-    found: list[tuple[Exported, HubPlan]] = []
+    world = runtime.world.whole
+    is_first = world.rank == 0
+    own: list[Exported] = []
+    plans: list[HubPlan] = []
 
-    def prepare() -> None:
-        exported = Exported(subject.model, dtype, adapters_only=adapters_only)
-        plan = HubPlan(exported.tensors, sys.maxsize if adapters_only else max_file_bytes, exported.stem)  # peft reads one file
-        found.append((exported, plan))
+    def look() -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        own.append(Exported(subject.model, dtype, adapters_only=adapters_only))
+        return {} if runtime.world.pipe is None else own[0].tensors
+
+    def prepare(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        plans.append(HubPlan(tensors, sys.maxsize if adapters_only else max_file_bytes, own[0].stem))  # peft reads one file
         if is_first:
             stack.enter_context(claimed(target, place))
-            require_room(place, plan.num_bytes)
-            plan.create(place, exported.documents)
+            require_room(place, plans[0].num_bytes)
+            plans[0].create(place, own[0].documents)
 
     with contextlib.ExitStack() as stack:
         try:
-            try_together(runtime.world, prepare, failure)
-            if len(set(runtime.world.gather_objects(found[0][1].mark()))) > 1:
+            stages = try_together(world, look, failure)
+            tensors = {key: form for stage in stages if stage is not None for key, form in stage.items()} or own[0].tensors
+            try_together(world, lambda: prepare(tensors), failure)
+            if len(set(world.gather_objects(plans[0].mark()))) > 1:
                 raise CheckpointError(f"{failure}: ranks were asked for different exports. Pass the same options on every rank.")
-            try_together(runtime.world, lambda: _write(subject, place, *found[0]), failure)
-            try_together(runtime.world, lambda: appear(place, target) if is_first else None, failure)
+            try_together(world, lambda: _write(subject, place, own[0], plans[0]), failure)
+            try_together(world, lambda: appear(place, target) if is_first else None, failure)
         except BaseException:
             if is_first:
                 shutil.rmtree(place, ignore_errors=True)  # after the meeting: no rank writes there any more
@@ -77,18 +84,19 @@ def _write(subject: Subject, place: Path, exported: Exported, plan: HubPlan) -> 
         wanted = exported.wanted()
         for unit in subject.runtime.units:
             # Gathers need every rank, also one that has failed.
-            strided = {key: slot for key, slot in _slots(unit, wanted) if not is_row_major(slot.shape, slot.stride)}
-            full = subject.survivors.full_masters(unit) if strided else None
+            apart = [(key, number) for key, number in _slots(unit, wanted) if linear_start(unit.layout.slots[number]) is None]
+            full = subject.survivors.full_masters(unit) if apart else None
+            wholes = {key: _whole(unit, number, full) for key, number in apart if full is not None}
             if problem is None and writer is not None and not subject.runtime.world.replicate.rank:
                 try:
-                    _write_unit(subject, unit, writer, wanted, full, strided)
+                    _write_unit(subject, unit, writer, wanted, wholes)
                 except OSError as error:
                     problem = error
-            del full
+            del full, wholes
         if problem is not None:
             raise problem
         assert writer is not None
-        if subject.runtime.world.rank == 0:
+        if subject.runtime.world.is_first:
             for key, value in exported.others.items():
                 writer.write(key, 0, value.detach().reshape(-1))
         writer.finish()
@@ -97,23 +105,27 @@ def _write(subject: Subject, place: Path, exported: Exported, plan: HubPlan) -> 
             writer.close()
 
 
-def _write_unit(
-    subject: Subject, unit: Unit, writer: HubWriter, wanted: Wanted, full: torch.Tensor | None, strided: Mapping[str, Slot]
-) -> None:
-    if full is not None and subject.runtime.world.rank == 0:
-        for key, slot in strided.items():
-            view = full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset)
-            writer.write(key, 0, view.contiguous().view(-1))
-    if len(strided) == len(_slots(unit, wanted)):
+def _whole(unit: Unit, number: int, full: torch.Tensor) -> torch.Tensor:
+    """The whole value of a parameter of a gathered Unit. All ranks must call, if tensor parallelism has divided it."""
+    slot = unit.layout.slots[number]
+    return full_of(unit.held[number], full.as_strided(slot.shape, slot.stride, full.storage_offset() + slot.offset))
+
+
+def _write_unit(subject: Subject, unit: Unit, writer: HubWriter, wanted: Wanted, wholes: Mapping[str, torch.Tensor]) -> None:
+    if subject.runtime.world.is_first:
+        for key, whole in wholes.items():
+            writer.write(key, 0, whole.contiguous().view(-1))
+    if len(wholes) == len(_slots(unit, wanted)):
         return
     with subject.survivors.shard(unit, MASTER if unit.is_trainable else VALUE) as parts:
         for piece, values in parts:
-            name = wanted.get((unit.index, piece.slot_index))
-            if name is not None and name not in strided:
-                writer.write(name, unit.layout.slots[piece.slot_index].start + piece.param_start, values)
+            name, slot = wanted.get((unit.index, piece.slot_index)), unit.layout.slots[piece.slot_index]
+            first = linear_start(slot)
+            if name is not None and first is not None and not slot.is_copy:
+                writer.write(name, first + piece.param_start, values)
 
 
-def _slots(unit: Unit, wanted: Wanted) -> list[tuple[str, Slot]]:
-    """What is exported of a Unit: (key, slot)."""
-    numbered = enumerate(unit.layout.slots)
-    return [(wanted[unit.index, number], slot) for number, slot in numbered if (unit.index, number) in wanted]
+def _slots(unit: Unit, wanted: Wanted) -> list[tuple[str, int]]:
+    """What is exported of a Unit: (key, number of the slot)."""
+    numbers = range(len(unit.layout.slots))
+    return [(wanted[unit.index, number], number) for number in numbers if (unit.index, number) in wanted]

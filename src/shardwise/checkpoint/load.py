@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, Segment, entry_key
 from shardwise.checkpoint.matching import listed
 from shardwise.checkpoint.plain import DTYPES, decode
 from shardwise.checkpoint.saved_files import SavedFiles
-from shardwise.checkpoint.subject import RNG_ENTRY, Subject, replica_key, require_same_path, restore_rng_states, try_together
+from shardwise.checkpoint.subject import (
+    RNG_ENTRY,
+    Subject,
+    file_number,
+    replica_key,
+    require_same_path,
+    restore_rng_states,
+    try_together,
+)
 from shardwise.checkpoint.tensor_file import Progress, Reader
 from shardwise.engine import LONG, Restoring
 from shardwise.errors import CheckpointError
-from shardwise.partition import Piece, Unit
+from shardwise.partition import Piece, Slot, Unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,7 @@ def load(
     runtime = subject.runtime
     runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     subject.finish_saving()
-    source = _Source(Path(os.path.abspath(path)), subject, progress)
+    source = _Source(Path(os.path.abspath(path)), subject, progress, subject.names_elsewhere())
     restoring = Restoring(runtime, subject.optimizer, source)
 
     def prepare() -> str:
@@ -68,7 +77,7 @@ def load(
         return str(source.path)
 
     try:
-        paths = try_together(runtime.world, prepare, f"{source.path} was not loaded, and nothing was changed")
+        paths = try_together(runtime.world.whole, prepare, f"{source.path} was not loaded, and nothing was changed")
         require_same_path(paths, "load")
         others = source.others
         restoring(None if others["groups"] is None else source.states)
@@ -78,8 +87,7 @@ def load(
         if scheduler is not None:
             scheduler.load_state_dict(others["scheduler"])
         replica = runtime.world.replicate.rank
-        is_same = source.manifest.world_size == runtime.world.shard.size
-        is_same = is_same and source.own_entry(replica_key(f"{RNG_ENTRY}torch", replica)) is not None
+        is_same = source.has_own_file and source.own_entry(replica_key(f"{RNG_ENTRY}torch", replica)) is not None
         if is_same:
             restore_rng_states(lambda key: source.own_entry(replica_key(key, replica)))
         return Loaded(source.manifest.num_steps, others["extra"], source.left_out, is_same)
@@ -104,8 +112,10 @@ class _Together(NamedTuple):
 class _Source:
     """The files of one checkpoint, as a run reads them."""
 
-    def __init__(self, path: Path, subject: Subject, progress: Progress | None) -> None:
+    def __init__(self, path: Path, subject: Subject, progress: Progress | None, elsewhere: Collection[str]) -> None:
+        """`elsewhere`: names of parameters that other stages of a pipeline have."""
         self.path = path
+        self._elsewhere = elsewhere
         self._subject = subject
         self._progress = progress
         self._num_moved = self._num_bytes = 0
@@ -152,9 +162,8 @@ class _Source:
         for segment_rank, key, start, numel in sorted(replaced):  # as they lie in the files
             for _, values in self.files.reader(segment_rank).read(key, start, numel):
                 self._advance(values.numel() * values.element_size())
-        rank = self._subject.runtime.world.shard.rank
-        if self.manifest.world_size == self._subject.runtime.world.shard.size:
-            for key in self.files.reader(rank).entries:
+        if self.has_own_file:
+            for key in self.files.reader(self._own_rank).entries:
                 if key.startswith(RNG_ENTRY):
                     self.own_entry(key)
 
@@ -176,7 +185,7 @@ class _Source:
 
     def _compare(self, *, strict: bool) -> Iterator[str]:
         here = {slot.name: (slot, unit.dtypes.original) for unit in self._units for slot in unit.layout.slots}
-        only = sorted(here.keys() ^ self.manifest.params.keys())
+        only = sorted((here.keys() ^ self.manifest.params.keys()) - set(self._elsewhere))
         if strict:
             for name in only:
                 yield f"parameter {name!r} is {'not' if name in here else 'only'} in the checkpoint"
@@ -184,10 +193,11 @@ class _Source:
             self.left_out = tuple(only)
         for name in sorted(here.keys() & self.manifest.params.keys()):
             (slot, dtype), saved = here[name], self.manifest.params[name]
-            if slot.param_shape != saved.shape:
-                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(slot.param_shape)} here"
-            elif slot.stride != saved.stride:
-                yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(slot.stride)} here"
+            shape, stride = slot.whole_form
+            if shape != saved.shape:
+                yield f"parameter {name!r} has shape {list(saved.shape)} there, {list(shape)} here"
+            elif stride != saved.stride:
+                yield f"parameter {name!r} is laid out with strides {list(saved.stride)} there, {list(stride)} here"
             elif dtype != DTYPES[saved.dtype]:
                 yield f"parameter {name!r} has dtype {saved.dtype} there, {dtype} here"
 
@@ -209,7 +219,7 @@ class _Source:
         name = slot.name
         if name not in self.manifest.params:
             return
-        for segment in self.manifest.locate(name, slot.start + piece.param_start, piece.numel):
+        for segment in self.files.segments(name, slot.start + piece.param_start, piece.numel, Box.of(slot)):
             reader = self._reader(segment)
             kinds = [self.files.value_kind(name)]
             states = self.files.states_in(segment.rank).get(name) if self._takes_states else None
@@ -239,19 +249,38 @@ class _Source:
 
     def read(self, unit: Unit, pieces: Iterable[Piece], kind: str | None, vector: torch.Tensor) -> None:
         """Read Pieces, their values or an optimizer state, to where they lie in `vector`, in its dtype."""
-        for run in self._runs(unit, pieces, kind):
+        together: list[Piece] = []
+        for piece in pieces:
+            slot = unit.layout.slots[piece.slot_index]
+            box = Box.of(slot)
+            if slot.name not in self.manifest.params:
+                continue
+            if self.manifest.is_divided(slot.name) or (box is not None and box.first is None):
+                self._read_rows(slot, piece, kind or self.files.value_kind(slot.name), box, vector)
+            else:
+                together.append(piece)
+        for run in self._runs(unit, together, kind):
             self.files.reader(run.rank).read_into(run.key, run.start, vector[run.at : run.at + run.numel], self._advance)
+
+    def _read_rows(self, slot: Slot, piece: Piece, kind: str, box: Box | None, vector: torch.Tensor) -> None:
+        """Read a Piece whose elements do not lie together in the files."""
+        start = slot.start + piece.param_start
+        for at, values in self.files.parts(slot.name, kind, start, piece.numel, box):
+            begin = piece.shard_start + at - start
+            vector[begin : begin + values.numel()].copy_(values)
+        size = self._dtypes[slot.name, kind].itemsize
+        self._advance(size * sum(segment.numel for segment in self.files.segments(slot.name, start, piece.numel, box)))
 
     def _runs(self, unit: Unit, pieces: Iterable[Piece], kind: str | None) -> Iterator[_Together]:
         """Where Pieces lie in files and in the vector; neighbours in both are one."""
         last: _Together | None = None
         for piece in pieces:
             slot = unit.layout.slots[piece.slot_index]
-            name = slot.name
-            if name not in self.manifest.params:
-                continue
-            for segment in self.manifest.locate(name, slot.start + piece.param_start, piece.numel):
-                key = entry_key(segment.number, kind or self.files.value_kind(name))
+            box = Box.of(slot)
+            first = slot.start if box is None else box.first
+            assert first is not None
+            for segment in self.manifest.locate(slot.name, first + piece.param_start, piece.numel):
+                key = entry_key(segment.number, kind or self.files.value_kind(slot.name))
                 found = _Together(segment.rank, key, segment.start, piece.shard_start + segment.at, segment.numel)
                 if last is not None and last.ends_at(found):
                     last = last._replace(numel=last.numel + found.numel)
@@ -268,8 +297,19 @@ class _Source:
 
     def own_entry(self, key: str) -> torch.Tensor | None:
         """An entry of the file of this rank's number, or None."""
-        rank = self._subject.runtime.world.shard.rank
+        rank = self._own_rank
         return self.files.whole(rank, key) if key in self.files.reader(rank).entries else None
+
+    @property
+    def _own_rank(self) -> int:
+        """The number of the file that this rank would write."""
+        return file_number(self._subject.runtime.world)
+
+    @property
+    def has_own_file(self) -> bool:
+        """Whether the run is divided among as many ranks as the one that was saved."""
+        world = self._subject.runtime.world
+        return (self.manifest.num_parts, self.manifest.num_shards) == (world.model.size, world.shard.size)
 
     def close(self) -> None:
         """Close all files."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,8 +25,12 @@ class Matching:
     """Names that are only in the model or only in the file."""
 
 
-def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, *, strict: bool) -> Matching:
+def match(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, *, strict: bool, elsewhere: Collection[str] = ()
+) -> Matching:
     """Find every parameter and buffer of `model` among tensors with these names and shapes; `what` names them in errors.
+
+    `elsewhere`: names that other parts of the model have, which `model` is one part of.
 
     Raises CheckpointError with a list of what does not fit. With `strict=False` what only one side has is left out; a different
     shape is an error always.
@@ -45,6 +49,7 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], what: str, *,
         else:
             found[key] = candidates[0]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    known.update(spelled for name in elsewhere for spelled in _spellings(model, name))
     unknown = [name for name in sorted(shapes.keys() - known) if not _matches(ignored, name)]
     if strict:
         problems += [f"{name!r} is not in the file" for name in missing]

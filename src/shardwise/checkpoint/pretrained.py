@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -28,16 +28,19 @@ class Arriving:
         self._weights = weights
         self._matching = Matching({}, ())
 
-    def fit(self, model: nn.Module, *, strict: bool = True) -> tuple[str, ...]:
-        """Find the model's parameters and buffers; raise CheckpointError if they do not fit. Returns what was left out."""
+    def fit(self, model: nn.Module, *, strict: bool = True, elsewhere: Collection[str] = ()) -> tuple[str, ...]:
+        """Find the model's parameters and buffers; raise CheckpointError if they do not fit. Returns what was left out.
+
+        `elsewhere`: names of parameters and buffers that other stages of a pipeline have.
+        """
         shapes = {name: stored.shape for name, stored in self._weights.tensors.items()}
-        self._matching = match(model, shapes, str(self._weights.path), strict=strict)
+        self._matching = match(model, shapes, str(self._weights.path), strict=strict, elsewhere=elsewhere)
         return self._matching.left_out
 
     def read_range(self, name: str, slot: Slot, start: int, out: torch.Tensor, dtype: torch.dtype) -> None:
         """Read elements of the parameter `name`, from `start` on in the slot's storage order, rounded to `dtype`."""
         if name in self._matching.names:
-            self._weights.read(self._matching.names[name], slot.stride, start, out, dtype)
+            self._weights.read_part(self._matching.names[name], slot, start, out, dtype)
 
     def has(self, unit: Unit, piece: Piece) -> bool:
         """Whether the parameter of a Piece is among the weights."""
@@ -57,7 +60,7 @@ class Arriving:
         """Read a Piece and compare it with its checksums, if the files have any."""
         slot = unit.layout.slots[piece.slot_index]
         if slot.name in self._matching.names:
-            self._weights.verify(self._matching.names[slot.name], slot.stride, slot.start + piece.param_start, piece.numel)
+            self._weights.verify_part(self._matching.names[slot.name], slot, slot.start + piece.param_start, piece.numel)
 
     def verify_all(self) -> None:
         """Read everything that fits the model and compare it with its checksums, if the files have any."""
@@ -106,18 +109,19 @@ def open_together(world: World, path: str | os.PathLike[str]) -> Arriving:
 def load_into_run(subject: Subject, path: str | os.PathLike[str], *, strict: bool) -> tuple[str, ...]:
     """Load weights into a sharded model. All ranks must call. Optimizer states stay as they are."""
     subject.finish_saving()
-    arriving = open_together(subject.runtime.world, path)
+    arriving = open_together(subject.runtime.world.whole, path)
+    elsewhere = subject.names_elsewhere()
     left_out: tuple[str, ...] = ()
 
     def fit() -> None:
         nonlocal left_out
-        left_out = arriving.fit(subject.model, strict=strict)
+        left_out = arriving.fit(subject.model, strict=strict, elsewhere=elsewhere)
         for unit in subject.runtime.units:
             for piece in Restoring.pieces(unit):
                 arriving.verify(unit, piece)
 
     try:
-        try_together(subject.runtime.world, fit, f"{path} was not loaded, and nothing was changed")
+        try_together(subject.runtime.world.whole, fit, f"{path} was not loaded, and nothing was changed")
         Restoring(subject.runtime, subject.optimizer, arriving)(None)
         arriving.read_buffers(subject.model)
         return left_out

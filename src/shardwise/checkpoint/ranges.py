@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.plain import decode, dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, restore_rng_states, rng_states, try_together
+from shardwise.checkpoint.subject import Subject, file_number, restore_rng_states, rng_states, try_together
 from shardwise.engine import LONG, MASTER, VALUE, Restoring
 from shardwise.errors import CheckpointError
 from shardwise.partition import Piece, Unit
@@ -64,7 +64,7 @@ def load_state_dict(subject: Subject, state: Mapping[str, Any]) -> None:
     runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     subject.finish_saving()
     source = _Ranges(subject, state)
-    try_together(runtime.world, source.check, "the state dicts were not loaded, and nothing was changed")
+    try_together(runtime.world.whole, source.check, "the state dicts were not loaded, and nothing was changed")
     others = {**state["others"], "scheduler": None, "extra": {}}
     Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
     subject.restore(others)
@@ -200,7 +200,7 @@ def _mark(subject: Subject) -> dict[str, Any]:
         for slot in unit.layout.slots
     }
     layout = checksum(torch.frombuffer(bytearray(dumps(params).encode()), dtype=torch.uint8))
-    return {"rank": world.shard.rank, "world_size": world.shard.size, "layout": layout, "params": params}
+    return {"rank": file_number(world), "world_size": world.model.size * world.shard.size, "layout": layout, "params": params}
 
 
 def _plain(value: Any, what: str) -> Any:

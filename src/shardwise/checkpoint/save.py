@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,21 @@ import torch
 from shardwise.checkpoint.claim import appear, claimed, place_of, require_room
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, SavedParam, SavedVector, data_file_name, entry_key
 from shardwise.checkpoint.plain import dtype_name, dumps, encode
-from shardwise.checkpoint.subject import Subject, of_all_replicas, rng_states, try_together
+from shardwise.checkpoint.subject import (
+    Described,
+    Part,
+    Subject,
+    file_number,
+    merged,
+    of_all_replicas,
+    rng_states,
+    try_together,
+)
 from shardwise.checkpoint.tensor_file import Plan, Progress
 from shardwise.checkpoint.writer import FromDisk, InMemory, Source, Writer
 from shardwise.comm import World
 from shardwise.engine import LONG, OnDisk, Unsaved
 from shardwise.errors import CheckpointError
-from shardwise.partition import Layout
 from shardwise.ticket import Done, Ticket
 from shardwise.tiers.io import make_engine
 
@@ -50,12 +58,12 @@ def save(
     runtime = subject.runtime
     runtime.gradients.accumulated.require_reduced("run.save()")
     subject.finish_saving()
-    place = _Place(Path(os.path.abspath(path)), subject.next_save_id(), runtime.world)
+    place = _Place(Path(os.path.abspath(path)), subject.next_save_id(), runtime.world.whole)
     try:
         runtime.changes.store_written()
         work = _Save(subject, place, extra, scheduler, progress, in_background=not wait)
         if wait:
-            work(runtime.world, lambda unit: None)
+            work(runtime.world.whole, lambda unit: None)
             return Done()
         ticket = InBackground(work, subject.world_of_saving())
     except BaseException:
@@ -156,41 +164,55 @@ class _Save:
         """`in_background`: buffers and the user's tensors may change before they are written, so that they are copied."""
         self._place, self._units, self._is_in_background = place, subject.runtime.units, in_background
         self._progress = progress
-        self._rank, self._world_size = subject.runtime.world.shard.rank, subject.runtime.world.shard.size
-        self._is_replica = subject.runtime.world.replicate.rank > 0  # the first replica writes
+        world = subject.runtime.world
+        self._rank, self._world_size = file_number(world), world.model.size * world.shard.size
+        self._is_replica = world.replicate.rank > 0  # the first replica writes
         self._manifest: Manifest | None = None
         self._sources: dict[str, Source] = {}
         self._unit_of: dict[str, int] = {}
         self._left = [0] * len(self._units)  # bytes of each Unit that are not written yet
         self._num_written = 0
         self._plan: Plan
+        self._first_vector = 0  # the number of this part's first vector among those of all parts of the model
         told: dict[str, Any] | None = None
         generators: dict[str, torch.Tensor] = {}
+        part: Part | None = None
         try:
             generators = rng_states()
             told = {"scheduler": None if scheduler is None else scheduler.state_dict(), "extra": dict(extra or {})}
+            part = Part.of(subject)
         except Exception as error:  # raised where ranks meet, so that all of them raise
             place.problem = place.problem or error
-        vectors = of_all_replicas(subject.runtime.world, generators)
+        vectors = of_all_replicas(world, generators)
+        parts = [part] if world.beside is None else world.beside.gather_objects(part)
         if place.problem is None:
             try:
-                self._prepare(subject, told if subject.runtime.world.rank == 0 else None, vectors)
+                self._prepare(subject, parts, told if world.whole.rank == 0 else None, vectors)
             except Exception as error:  # as above
                 place.problem = error
 
-    def _prepare(self, subject: Subject, told: Mapping[str, Any] | None, vectors: dict[str, torch.Tensor]) -> None:
+    def _prepare(
+        self,
+        subject: Subject,
+        parts: Sequence[Part | None],
+        told: Mapping[str, Any] | None,
+        vectors: dict[str, torch.Tensor],
+    ) -> None:
         """Plan the file. `told`: what the user gave; on rank 0, which also makes the manifest. `vectors`: of generators."""
         runtime, save_id = subject.runtime, self._place.save_id
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            raise CheckpointError("another rank failed")  # which says why where ranks meet
+        self._first_vector = sum(len(part.units) for part in known[: runtime.world.model.rank])
         if told is not None:
             stored: dict[str, torch.Tensor] = {}
-            others = encode({**subject.others(), **told}, "what is to be saved", stored)
-            units = [(unit.layout, unit.dtypes.original, unit.is_trainable) for unit in runtime.units]
-            self._manifest = make_manifest(units, save_id, self._world_size, runtime.num_steps, others)
+            others = encode({**merged([part.others for part in known]), **told}, "what is to be saved", stored)
+            self._manifest = make_manifest([part.units for part in known], save_id, self._world_size, runtime.num_steps, others)
             vectors |= {key: values.clone() for key, values in stored.items()} if self._is_in_background else stored
         entries: dict[str, tuple[torch.dtype, int]] = {}
         for number, unit in enumerate(runtime.units):
             for kind, dtype in subject.survivors.kinds(unit).items():
-                key, home = entry_key(number, kind), subject.survivors.home(unit, kind)
+                key, home = entry_key(self._first_vector + number, kind), subject.survivors.home(unit, kind)
                 entries[key] = (dtype, unit.layout.shard_numel)
                 self._sources[key] = FromDisk(home) if isinstance(home, OnDisk) else InMemory(home)
                 self._unit_of[key] = number
@@ -285,18 +307,21 @@ class _Save:
 
 
 def make_manifest(
-    units: Iterable[tuple[Layout, torch.dtype, bool]], save_id: str, world_size: int, num_steps: int, others: Mapping[str, Any]
+    parts: Sequence[Iterable[Described]], save_id: str, world_size: int, num_steps: int, others: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of a run: a calculation from the layouts, dtypes and trainability of its Units."""
+    """The manifest of a run: a calculation from the layouts, dtypes and trainability of the Units of each part of the model."""
     params: dict[str, SavedParam] = {}
     vectors = []
-    for layout, dtype, is_trainable in units:
-        for slot in layout.slots:
-            params[slot.name] = SavedParam(slot.param_shape, slot.stride, dtype_name(dtype), is_trainable)
-        names, offsets = tuple(slot.name for slot in layout.slots), tuple(slot.offset for slot in layout.slots)
-        tile = next(((slot.start, slot.numel) for slot in layout.slots if slot.whole is not None), None)
-        vectors.append(SavedVector(names, offsets, layout.shard_numel, tile))
-    return Manifest(save_id, world_size, num_steps, params, vectors, others)
+    for number, units in enumerate(parts):
+        for layout, dtype, is_trainable in units:
+            for slot in layout.slots:
+                params[slot.name] = SavedParam(*slot.whole_form, dtype_name(dtype), is_trainable)
+            names, offsets = tuple(slot.name for slot in layout.slots), tuple(slot.offset for slot in layout.slots)
+            tile = next(((slot.start, slot.numel) for slot in layout.slots if slot.whole is not None), None)
+            boxes = tuple(None if slot.part is None else (slot.part.origin, slot.shape) for slot in layout.slots)
+            boxes = boxes if any(box is not None for box in boxes) else ()
+            vectors.append(SavedVector(names, offsets, layout.shard_numel, tile, number, boxes))
+    return Manifest(save_id, world_size, num_steps, params, vectors, others, len(parts))
 
 
 def _small_states(subject: Subject) -> dict[str, Any]:

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.boxes import Box, whole_box
 from shardwise.checkpoint.chunks import Chunks
 from shardwise.checkpoint.header import open_regular
-from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, entry_key
+from shardwise.checkpoint.manifest import FILE_NAME, MAX_BYTES, Manifest, Segment, entry_key
 from shardwise.checkpoint.plain import decode, loads
 from shardwise.checkpoint.tensor_file import Reader
 from shardwise.engine import LONG, MASTER, VALUE
 from shardwise.errors import CheckpointError
 
 _MOST_OPEN = 64  # files at once
+_BLOCK_NUMEL = 1 << 20  # elements that are put together at a time, where they do not lie together
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -76,12 +78,54 @@ class SavedFiles:
         """The kind of the entries with a parameter's value."""
         return MASTER if self.manifest.params[name].is_trainable else VALUE
 
-    def parts(self, name: str, kind: str, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, values) of elements [start, start + numel) of a parameter; each is valid until the next one."""
-        for segment in self.manifest.locate(name, start, numel):
+    def parts(self, name: str, kind: str, start: int, numel: int, box: Box | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of elements [start, start + numel) of a parameter, or of a box of it, in storage order.
+
+        Each is valid until the next one. What lies together in files is read chunk by chunk; else a few rows are put together.
+        """
+        first = 0 if box is None else box.first
+        if first is None or self.manifest.is_divided(name):
+            saved = self.manifest.params[name]
+            yield from self._put_together(name, kind, box or whole_box(saved.shape, saved.stride), start, numel)
+            return
+        for segment in self.manifest.locate(name, first + start, numel):
             key = entry_key(segment.number, kind)
             for at, values in self.reader(segment.rank).read(key, segment.start, segment.numel):
                 yield start + segment.at + at - segment.start, values
+
+    def segments(self, name: str, start: int, numel: int, box: Box | None = None) -> Iterator[Segment]:
+        """What `parts` reads."""
+        first = 0 if box is None else box.first
+        if first is not None and not self.manifest.is_divided(name):
+            yield from self.manifest.locate(name, first + start, numel)
+            return
+        saved = self.manifest.params[name]
+        box = box or whole_box(saved.shape, saved.stride)
+        for block in self.manifest.blocks(name, box, start, numel, _BLOCK_NUMEL):
+            for _, segments in block.found:
+                yield from segments
+
+    def _put_together(self, name: str, kind: str, box: Box, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for block in self.manifest.blocks(name, box, start, numel, _BLOCK_NUMEL):
+            rows: torch.Tensor | None = None
+            for overlap, segments in block.found:
+                whole: torch.Tensor | None = None
+                for segment in segments:
+                    reader, key = self.reader(segment.rank), entry_key(segment.number, kind)
+                    if whole is None:
+                        whole = torch.empty(overlap.numel, dtype=reader.entries[key].dtype)
+                    for at, values in reader.read(key, segment.start, segment.numel):
+                        begin = segment.at + at - segment.start
+                        whole[begin : begin + values.numel()] = values
+                if whole is not None:
+                    if rows is None:
+                        rows = torch.empty(block.high - block.low, *box.shape[1:], dtype=whole.dtype)
+                    rows[overlap.target] = whole.view(overlap.shape)[overlap.source]
+            if rows is None:
+                continue
+            low = block.low * box.row_numel
+            begin, end = max(start, low), min(start + numel, low + rows.numel())
+            yield begin, rows.view(-1)[begin - low : end - low]
 
     def stored(self, key: str) -> torch.Tensor:
         """A tensor of the user's or a buffer, from rank 0's file."""

@@ -7,7 +7,7 @@ import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +16,46 @@ from shardwise.checkpoint.matching import persistent_buffers
 from shardwise.comm import World
 from shardwise.engine import Runtime, Survivors
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.partition import Layout
 
 RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
 
 _Result = TypeVar("_Result")
+
+
+Described = tuple[Layout, torch.dtype, bool]
+"""What a manifest says of a Unit: its layout, the parameters' dtype, and whether they are trained."""
+
+
+class Part(NamedTuple):
+    """What one part of the model (of a pipeline, or of tensor parallelism) contributes to a checkpoint, besides its vectors."""
+
+    units: list[Described]
+    others: dict[str, Any]
+
+    @staticmethod
+    def of(subject: Subject) -> Part:
+        """This rank's part."""
+        units = [(unit.layout, unit.dtypes.original, unit.is_trainable) for unit in subject.runtime.units]
+        return Part(units, subject.others())
+
+
+def merged(others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`Subject.others` of all parts of the model: buffers and extra state of all stages of a pipeline, the rest of the first."""
+    first = others[0]
+    for other in others[1:]:
+        if other["optimizer"] != first["optimizer"] or len(other["groups"] or ()) != len(first["groups"] or ()):
+            raise CheckpointError(
+                f"ranks with other parts of the model have other optimizers: {first['optimizer']} with "
+                f"{len(first['groups'] or ())} groups, and {other['optimizer']} with {len(other['groups'] or ())}. Give all of "
+                "them the same optimizer, with the same groups."
+            )
+    joined = {kind: {key: value for other in reversed(others) for key, value in other[kind].items()} for kind in _BY_NAME}
+    return {**first, **joined}
+
+
+_BY_NAME = ("buffers", "extra_state")
 
 
 @dataclasses.dataclass
@@ -38,7 +73,7 @@ class Subject:
     def next_save_id(self) -> str:
         """An id that no other save has, the same on every rank; ranks communicate for the first one only."""
         if not self._ids:
-            self._ids.append(self.runtime.world.gather_objects(uuid.uuid4().hex)[0])
+            self._ids.append(self.runtime.world.whole.gather_objects(uuid.uuid4().hex)[0])
         self._ids.append(f"{self._ids[0]}-{len(self._ids)}")
         return self._ids[-1]
 
@@ -57,7 +92,7 @@ class Subject:
     def world_of_saving(self) -> World:
         """The same ranks, with a process group of their own, for the saving thread. All ranks must call."""
         if self._world is None:
-            self._world = self.runtime.world.twin()
+            self._world = self.runtime.world.whole.twin()
         return self._world
 
     def others(self) -> dict[str, Any]:
@@ -77,6 +112,12 @@ class Subject:
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that a state dict contains."""
         return persistent_buffers(self.model)
+
+    def names_elsewhere(self) -> set[str]:
+        """Names of parameters and buffers that only other stages of the pipeline have. All ranks must call."""
+        mine = {name for name, _ in [*self.model.named_parameters(remove_duplicate=False), *self.buffers()]}
+        pipe = self.runtime.world.pipe
+        return set() if pipe is None else set().union(*pipe.gather_objects(mine)) - mine
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.model.named_modules():
@@ -108,7 +149,8 @@ class Subject:
     def problems(self, others: dict[str, Any]) -> Iterator[str]:
         """What of `others()` of a saved run does not fit this one."""
         here = dict(self.buffers())
-        for name in sorted(here.keys() | others["buffers"].keys()):
+        saved_names = others["buffers"].keys() if self.runtime.world.pipe is None else ()  # other stages have the others
+        for name in sorted(here.keys() | saved_names):
             mine, saved = here.get(name), others["buffers"].get(name)
             if mine is None or saved is None:
                 yield f"buffer {name!r} is {'only in the checkpoint' if mine is None else 'not in the checkpoint'}"
@@ -136,6 +178,11 @@ class Subject:
         for name, module in self._with_extra_state():
             if name in others["extra_state"]:
                 module.set_extra_state(others["extra_state"][name])
+
+
+def file_number(world: World) -> int:
+    """The number of the data file that this rank writes: part by part of the model, shard by shard."""
+    return world.model.rank * world.shard.size + world.shard.rank
 
 
 def try_together(world: World, attempt: Callable[[], _Result], what: str) -> Sequence[_Result | None]:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.header import CHUNK_BYTES, Header, damaged, open_regular, read_header
 from shardwise.checkpoint.manifest import FILE_NAME
 from shardwise.checkpoint.plain import DTYPES, decode, loads
 from shardwise.checkpoint.saved_files import SavedFiles
 from shardwise.errors import CheckpointError
-from shardwise.partition import row_major, same_order
+from shardwise.partition import Slot, row_major, same_order
 from shardwise.tiers import aligned_memory, checksum
 from shardwise.tiers.io import File
 
@@ -51,7 +52,7 @@ class Weights(ABC):
 
     @abstractmethod
     def verify(self, name: str, stride: tuple[int, ...], start: int, numel: int) -> None:
-        """Compare what `read` would read with its checksums, if there are any."""
+        """Compare elements, in the order of `stride`, with their checksums, if there are any."""
 
     @abstractmethod
     def mark(self, name: str) -> int:
@@ -74,6 +75,48 @@ class Weights(ABC):
         whole = self.whole(name).to(dtype)
         flat = torch.empty_strided(stored.shape, stride, dtype=dtype).copy_(whole).as_strided((whole.numel(),), (1,))
         out.copy_(flat[start : start + out.numel()])
+
+    def read_part(self, name: str, slot: Slot, start: int, out: torch.Tensor, dtype: torch.dtype) -> None:
+        """As `read`, elements of a Slot in its storage order; tensor parallelism may have divided its parameter."""
+        if slot.part is None:
+            self.read(name, slot.stride, start, out, dtype)
+            return
+        for at, values in self._of_part(name, slot, start, out.numel()):
+            out[at - start : at - start + values.numel()].copy_(values.to(dtype))
+
+    def verify_part(self, name: str, slot: Slot, start: int, numel: int) -> None:
+        """Compare what `read_part` would read with its checksums, if there are any."""
+        box = Box.of(slot)
+        if slot.part is None or box is None:
+            self.verify(name, slot.stride, start, numel)
+        else:
+            row, (low, high) = math.prod(box.whole[1:]), box.rows_with(start, numel)
+            self.verify(name, slot.part.stride, (box.origin[0] + low) * row, (high - low) * row)
+
+    def _of_part(self, name: str, slot: Slot, start: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of elements [start, start + numel) of a Slot that has a part of its parameter."""
+        stored, box, part = self.tensors[name], Box.of(slot), slot.part
+        assert box is not None and part is not None
+        if not same_order(stored.shape, stored.stride, part.stride):
+            region = self.whole(name)[tuple(slice(o, o + n) for o, n in zip(part.origin, slot.shape, strict=True))]
+            flat = torch.empty_strided(slot.shape, slot.stride, dtype=region.dtype).copy_(region).as_strided((slot.numel,), (1,))
+            yield start, flat[start : start + numel]
+        elif box.first is not None:
+            yield from ((at - box.first, values) for at, values in self.parts(name, box.first + start, numel))
+        else:  # whole rows are read, of which the box has a part
+            row = math.prod(box.whole[1:])
+            columns = tuple(slice(o, o + n) for o, n in zip(box.origin[1:], box.shape[1:], strict=True))
+            first, last = box.rows_with(start, numel)
+            step = max(CHUNK_BYTES // (row * stored.dtype.itemsize), 1)
+            for low in range(first, last, step):
+                high = min(low + step, last)
+                rows = torch.empty((high - low) * row, dtype=stored.dtype)
+                begin = (box.origin[0] + low) * row
+                for at, values in self.parts(name, begin, rows.numel()):
+                    rows[at - begin : at - begin + values.numel()] = values
+                mine = rows.view(high - low, *box.whole[1:])[(slice(None), *columns)].reshape(-1)
+                at = low * box.row_numel
+                yield max(at, start), mine[max(start - at, 0) : start + numel - at]
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor, with its shape."""

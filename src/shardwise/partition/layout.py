@@ -71,6 +71,11 @@ class Slot:
         return self.shape if self.whole is None else self.whole
 
     @property
+    def whole_form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the whole parameter, of which tensor parallelism may have given these ranks a part."""
+        return (self.param_shape, self.stride) if self.part is None else (self.part.whole, self.part.stride)
+
+    @property
     def label(self) -> str:
         """A name that no other Slot has: the parameter's, with the elements of a tile."""
         return self.name if self.whole is None else f"{self.name}[{self.start}:{self.start + self.numel}]"
