@@ -200,8 +200,8 @@ class Activations:
     """Where it is kept: 'device', 'host' (one reused range of host memory) or 'disk'. With checkpoint=None: everything large that
     autograd saves."""
     partition: Any = False
-    """A process group whose ranks have equal checkpoints (tensor parallelism): each keeps a part. False: every rank keeps its own
-    whole."""
+    """Ranks with equal checkpoints (tensor parallelism) each keep a part: True for the 'tensor' dimension of the mesh, or their
+    process group. False: every rank keeps its own whole."""
     bytes: int | None = None
     """Most bytes of host memory: for 'host' of everything kept there (None: no limit), for 'disk' of what is on its way (None:
     128 MiB)."""
@@ -219,13 +219,8 @@ class Activations:
                 f"Activations: offload={self.offload!r} is not a tier{_nearest(str(self.offload), TIERS)}; use 'device', 'host' "
                 "or 'disk'."
             )
-        if self.partition is True:
-            raise ConfigError(
-                "Activations: partition=True needs to know the ranks with equal checkpoints. Give their process group: "
-                "partition=group."
-            )
-        if self.partition is not False and not (hasattr(self.partition, "rank") and hasattr(self.partition, "size")):
-            raise ConfigError(f"Activations: partition={self.partition!r} must be a process group or False.")
+        if not isinstance(self.partition, bool) and not (hasattr(self.partition, "rank") and hasattr(self.partition, "size")):
+            raise ConfigError(f"Activations: partition={self.partition!r} must be True, False or a process group.")
         if self.bytes is not None and (isinstance(self.bytes, bool) or not isinstance(self.bytes, int) or self.bytes < 1 << 20):
             raise ConfigError(f"Activations: bytes={self.bytes!r} must be a whole number of at least {1 << 20} bytes.")
         if self.bytes is not None and self.offload == "device":

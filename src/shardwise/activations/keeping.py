@@ -261,6 +261,9 @@ def make_keeping(runtime: Runtime, asked: Activations) -> Keeping:
     """What keeps the tensors of a run, as asked for."""
     mover, ledger, device = runtime.offload.mover, runtime.ledger, runtime.world.device
     group = None if asked.partition is False else asked.partition
+    if asked.partition is True:
+        assert runtime.world.tensor is not None, "checked by assembly"
+        group = runtime.world.tensor.group
     store: Store | None = None if group is None else DeviceStore(ledger, device)
     if asked.offload == "host":
         store = HostStore(ledger, mover, asked.bytes)

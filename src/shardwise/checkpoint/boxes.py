@@ -57,6 +57,11 @@ class Box(NamedTuple):
         return math.prod(self.shape[1:])
 
     @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return math.prod(self.shape)
+
+    @property
     def first(self) -> int | None:
         """The number of its first element in the whole parameter, if its elements lie together there; else None."""
         if self.shape[1:] != self.whole[1:]:

@@ -121,9 +121,7 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
     params = files.manifest.params
     key = entry_key(number, files.value_kind(vector.names[0]))
     places = [(name, files.manifest.place(name, number)) for name in vector.names if not files.manifest.is_divided(name)]
-    waiting = sorted(
-        (place.offset, name, place.box) for name, place in places if place is not None and math.prod(place.box.shape)
-    )
+    waiting = sorted((place.offset, name, place.box) for name, place in places if place is not None and place.box.numel)
     kept: torch.Tensor | None = None
     first_rank = vector.part * files.manifest.num_shards
     for shard in range(files.manifest.num_shards if waiting else 0):
@@ -136,7 +134,7 @@ def _copy_vector(files: SavedFiles, number: int, vector: SavedVector, writer: Hu
             for offset, name, box in list(waiting):
                 param, begin = params[name], box.first
                 assert begin is not None
-                end = offset + math.prod(box.shape)
+                end = offset + box.numel
                 if offset >= low + values.numel():
                     break
                 first, last = max(offset, low), min(end, low + values.numel())

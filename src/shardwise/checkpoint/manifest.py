@@ -117,7 +117,7 @@ class Manifest:
             first = box.first
             assert first is not None
             low = offset + max(start - first, 0)
-            high = offset + min(start + numel - first, math.prod(box.shape))
+            high = offset + min(start + numel - first, box.numel)
             yield from self._segments(number, low, high, first - offset - start)
 
     def blocks(self, name: str, box: Box, start: int, numel: int, most_numel: int) -> Iterator[Block]:
@@ -162,7 +162,7 @@ class Manifest:
         """Raise ValueError unless the boxes of a parameter have all of its elements; boxes that overlap are refused too."""
         boxes = [place.box for place in self._places[name]]
         numel = math.prod(self.params[name].shape)
-        if sum(math.prod(box.shape) for box in boxes) != numel:
+        if sum(box.numel for box in boxes) != numel:
             raise ValueError(f"the parts of parameter {name!r} do not have its {numel} elements")
         in_order = sorted(boxes)
         pairs = itertools.combinations(boxes, 2) if self.is_divided(name) else itertools.pairwise(in_order)

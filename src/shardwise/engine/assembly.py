@@ -33,7 +33,7 @@ from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
 from shardwise.engine.tiles import Operators
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
     Blueprint,
@@ -88,6 +88,12 @@ def assemble(
     if optimizer is not None:
         check_optimizer(optimizer, infos)
     world = World.of(mesh, infos[0].param.device, roles)
+    if config.activations is not None and config.activations.partition is True and world.tensor is None:
+        raise ConfigError(
+            "Activations(partition=True) divides checkpoints over the 'tensor' dimension of the mesh, and "
+            f"{'no mesh was given' if mesh is None else 'the mesh has none'}. Pass a mesh with one, or the process group of ranks "
+            "with equal checkpoints: partition=group."
+        )
     check_ranks_agree(world, model, config, infos, specs, also)
     moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)

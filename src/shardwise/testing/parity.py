@@ -1,8 +1,8 @@
 """Does a sharded run give the same values as plain replicated training? The reference, the comparison and its report.
 
-The reference is ordinary autograd on a whole replica per rank. After every backward the replicas' gradients are averaged
-over ranks, summed in rank order, and accumulated; then the user's own optimizer class steps on whole parameters.
-Where the run stores 16-bit parameters, the reference rounds at the same places.
+The reference is ordinary autograd on a whole replica per rank; with tensor parallelism on a replica of this rank's part. After
+every backward the replicas' gradients are averaged over ranks, summed in rank order, and accumulated; then the user's own
+optimizer class steps on whole parameters. Where the run stores 16-bit parameters, the reference rounds at the same places.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm import Transport
+from shardwise.comm import Transport, World
 from shardwise.config import Precision
 from shardwise.engine import clip_factor
+from shardwise.partition import full_of, like, local_grad, local_of, own_data
 
 
 class SupportsParity(Protocol):
@@ -121,9 +122,12 @@ class PlainTrainer:
         add_up: AddUp | None = None,
         *,
         broadcasts: bool = True,
+        world: World | None = None,
     ) -> None:
-        """`broadcasts`: buffers are broadcast from rank 0 after each backward."""
+        """`broadcasts`: buffers are broadcast from rank 0 after each backward. `world`: the replicas; None: all ranks."""
         self.model = model
+        self._group = dist.group.WORLD if world is None else world.group
+        self._world_size = _world_size() if world is None else world.world_size
         self._broadcasts = broadcasts
         self._add_up = add_up or in_rank_order
         self.optimizer = optimizer
@@ -168,46 +172,47 @@ class PlainTrainer:
             param.grad = None
         for name, mean in self._averages(params, local).items():
             self._held[name] = mean if name not in self._held else self._held[name] + mean
-        if self._broadcasts and _world_size() > 1 and (buffers := list(self.model.buffers())):
+        if self._broadcasts and self._world_size > 1 and (buffers := list(self.model.buffers())):
             values = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
             together = torch.cat(values)
-            dist.broadcast(together, 0)
+            dist.broadcast(together, group_src=0, group=self._group)
             with torch.no_grad():
                 for buffer, part in zip(buffers, together.split([len(value) for value in values]), strict=True):
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _averages(self, params: dict[str, nn.Parameter], local: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """The mean over ranks of every gradient that any rank has; gradients of one dtype are sent together."""
-        world_size = _world_size()
-        if world_size == 1:
+        local = {name: None if grad is None else local_grad(params[name], grad) for name, grad in local.items()}
+        if self._world_size == 1:
             return {name: grad for name, grad in local.items() if grad is not None}
         is_used = torch.tensor([int(grad is not None) for grad in local.values()])
-        dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self._group)
         used = [name for name, flag in zip(local, is_used.tolist(), strict=True) if flag]
         found: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(self._wire or params[name].dtype for name in used):
             names = [name for name in used if (self._wire or params[name].dtype) == dtype]
-            mine = [torch.zeros_like(params[n]) if (grad := local[n]) is None else grad.detach() for n in names]
+            mine = [torch.zeros_like(local_of(params[n])) if (grad := local[n]) is None else grad.detach() for n in names]
             flat = torch.cat([grad.to(dtype).reshape(-1) for grad in mine])
-            parts = [torch.empty_like(flat) for _ in range(world_size)]
-            dist.all_gather(parts, flat)
-            total = self._add_up([part.float() if dtype.itemsize == 2 else part for part in parts]) / world_size
-            sizes = [params[name].numel() for name in names]
-            found |= {n: part.view(params[n].shape) for n, part in zip(names, total.split(sizes), strict=True)}
+            parts = [torch.empty_like(flat) for _ in range(self._world_size)]
+            dist.all_gather(parts, flat, group=self._group)
+            total = self._add_up([part.float() if dtype.itemsize == 2 else part for part in parts]) / self._world_size
+            sizes = [grad.numel() for grad in mine]
+            found |= {n: part.view(grad.shape) for n, grad, part in zip(names, mine, total.split(sizes), strict=True)}
         return {name: found[name] for name in local if name in found}
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The accumulated mean gradient of a parameter."""
-        return self._held.get(name)
+        """The accumulated mean gradient of a whole parameter."""
+        held = self._held.get(name)
+        return None if held is None else full_of(self._params[name], held)
 
     def step(self, max_norm: float | None) -> None:
         """Clip if asked, update, and start the next accumulation."""
         if max_norm is not None:
-            factor = clip_factor(plain_norm(list(self._held.values())), max_norm)
+            factor = clip_factor(plain_norm([full_of(self._params[name], grad) for name, grad in self._held.items()]), max_norm)
             for grad in self._held.values():
                 grad.mul_(factor)
         for name, grad in self._held.items():
-            self.masters[name].grad = grad
+            self.masters[name].grad = like(self.masters[name], grad)
         self.optimizer.step()
         updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, master in self.masters.items():
@@ -257,9 +262,12 @@ def compare_with_plain(
     all backwards of a step but the last are inside `run.accumulating()`. `add_up` sums the reference's gradients over ranks;
     None means as the run does: in rank order, inside replicas first.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = run.transport.world.rank  # ranks beside each other have the same data
     add_up = add_up or in_order_of(run.transport.world.replicas)
-    reference = PlainTrainer(plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast")
+    world = run.transport.world
+    reference = PlainTrainer(
+        plain, plain_optimizer, run.config.precision, add_up, broadcasts=run.config.buffers == "broadcast", world=world
+    )
     comparison = _Comparison()
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         for step in range(steps):
@@ -269,7 +277,7 @@ def compare_with_plain(
                 loss = loss_of(model, number)
                 _seed(seed + 1000 * number + rank)
                 expected = loss_of(plain, number)
-                comparison.add("loss", step, loss.detach(), expected.detach())
+                comparison.add("loss", step, local_of(loss.detach()), local_of(expected.detach()))
                 reduces = not sums_locally or micro == accumulate - 1
                 with contextlib.nullcontext() if reduces else run.accumulating():
                     run.scaler.scale(loss).backward()
@@ -286,7 +294,8 @@ def compare_with_plain(
             optimizer.zero_grad()
             reference.step(max_norm)
             for name, master in run.iter_masters():
-                comparison.add(f"parameter {name}", step, master, reference.masters[name].detach())
+                expected = reference.masters[name]
+                comparison.add(f"parameter {name}", step, master, full_of(expected, own_data(expected)))
     return comparison.report(steps)
 
 
