@@ -15,7 +15,7 @@ from shardwise.activations import apply, choose
 from shardwise.checkpoint import load_into_plain, open_together
 from shardwise.comm import World
 from shardwise.config import Activations, Offload, Precision, ShardConfig, Tiling, UnitRule
-from shardwise.engine import assemble, constructing, was_built_on_disk
+from shardwise.engine import assemble, constructing, one_model, was_built_on_disk
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import innermost
 from shardwise.planner import admission
@@ -24,7 +24,7 @@ from shardwise.tiling.operators import OPERATORS
 
 
 def shard(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     stage: int | None = None,
@@ -47,10 +47,13 @@ def shard(
 ) -> Run:
     """Partition `model` and `optimizer` in place over the ranks of this launch; return the handle.
 
+    `model` may be several modules: the stages of one model that this rank of an interleaved pipeline holds.
+
     `stage` is required: 0, 1, 2 or 3. The other options are documented at the fields of `shardwise.config.ShardConfig`; an
-    unknown one raises ConfigError, which suggests the nearest name. `mesh` is a DeviceMesh (default: all ranks). With dimensions
-    named 'replicate' and 'shard', Units are divided over the ranks of 'shard' only, and replicated along the other: hybrid
-    sharding. `mesh_roles` gives other names a role: `{'dp_outer': 'replicate', 'dp_inner': 'shard'}`.
+    unknown one raises ConfigError, which suggests the nearest name. `mesh` is a DeviceMesh (default: all ranks), whose dimensions
+    have roles by their names: Units are divided over the ranks of 'shard', replicated along 'replicate' (hybrid sharding), and
+    are those of this rank's part of the model along 'tensor' and 'pipe' (tensor and pipeline parallelism). `mesh_roles` gives
+    other names a role: `{'dp_outer': 'replicate', 'dp_inner': 'shard'}`.
     Every rank must call this with the same model and options.
     """
     config = ShardConfig.of(
@@ -73,11 +76,14 @@ def shard(
         }
     )
     optimizer = innermost(optimizer)
-    if getattr(model, "_shardwise_run", None) is not None:
-        raise ModelError(
-            "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
-        )
-    if offload is None and isinstance(model, nn.Module) and was_built_on_disk(model):
+    stages: Sequence[nn.Module] = () if isinstance(model, nn.Module) or not isinstance(model, Sequence) else tuple(model)
+    whole: Any = one_model(stages) if stages else model
+    for module in stages or (whole,):
+        if getattr(module, "_shardwise_run", None) is not None:
+            raise ModelError(
+                "this model is sharded already; use the run that sw.shard() returned, or build a new model to shard it otherwise."
+            )
+    if offload is None and isinstance(whole, nn.Module) and was_built_on_disk(whole):
         raise ConfigError(
             "the model was built under sharded_init(offload=...) with parameters on disk, and shard() was given no offload: they "
             "would all come back to memory. Pass the same offload= here, or Offload() if that is meant."
@@ -85,14 +91,15 @@ def shard(
     chosen: tuple[str, ...] = ()
     problem: Exception | None = None
     try:
-        chosen = choose(model, config)
+        chosen = choose(whole, config)
     except Exception as error:  # assemble raises it, once the other ranks know of it; else they would wait for this one
         problem = error
     also = {"modules to compute again": chosen if problem is None else problem}
-    runtime = assemble(model, optimizer, config, mesh, admission(config, optimizer), also, OPERATORS, mesh_roles)
-    keeping = None if config.activations is None else apply(model, runtime, config.activations, chosen)
-    run = Run(model, optimizer, config, runtime, keeping)
-    model._shardwise_run = run  # type: ignore[assignment]
+    runtime = assemble(whole, optimizer, config, mesh, admission(config, optimizer), also, OPERATORS, mesh_roles, stages)
+    keeping = None if config.activations is None else apply(whole, runtime, config.activations, chosen)
+    run = Run(whole, optimizer, config, runtime, keeping)
+    for module in stages or (whole,):
+        module._shardwise_run = run
     return run
 
 

@@ -89,10 +89,19 @@ class Run(Reading):
 
         Without it every backward reduces into the gradient shard, and no rank keeps more than a few Units' local gradients. With
         it a step sends its gradients once, but every rank keeps local gradients of the whole model until the last backward. All
-        ranks must use it in the same backwards.
+        ranks must use it in the same backwards. Until they are reduced `parameter.grad` is this rank's sum.
         """
         with self._runtime.outside.accumulating():
             yield
+
+    def reduce(self) -> None:
+        """Reduce the gradients that `run.accumulating()` has summed, without another backward. All ranks must call.
+
+        For steps whose last backward cannot be told from the others, as in the schedules of a pipeline:
+        `with run.accumulating(): schedule.step(...)`, then `run.reduce()`.
+        """
+        with called_by_all("run.reduce()"):
+            self._runtime.reduce()
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

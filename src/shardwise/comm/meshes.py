@@ -49,6 +49,12 @@ def dimensions(mesh: DeviceMesh, roles: Mapping[str, str] | None) -> dict[str, s
     return found if len(found) > 1 else None
 
 
+def has_pipe(mesh: DeviceMesh | None, roles: Mapping[str, str] | None) -> bool:
+    """Whether a mesh has a dimension of pipeline parallelism, whose ranks have different models."""
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
+    return "pipe" in ((roles or {}).get(name, name) for name in names)
+
+
 def check_alike(mesh: DeviceMesh, named: Mapping[str, str] | None, timeout_s: float = 600.0) -> None:
     """Raise if a rank of the mesh passes another one, or none within `timeout_s`: groups of different meshes would hang.
 

@@ -19,6 +19,7 @@ from shardwise.engine.gradients import MAX_IN_FLIGHT
 from shardwise.engine.moving_out import plain_state_dict
 from shardwise.engine.nested import map_tensors, tensors_in
 from shardwise.engine.norms import clip_factor
+from shardwise.engine.one_model import one_model
 from shardwise.engine.precision import emulates_16_bit, resolve_dtypes
 from shardwise.engine.restoring import Restoring
 from shardwise.engine.runtime import Runtime
@@ -51,6 +52,7 @@ __all__ = [
     "is_inside_autograd",
     "is_inside_checkpoint",
     "map_tensors",
+    "one_model",
     "plain_state_dict",
     "resolve_dtypes",
     "tensors_in",

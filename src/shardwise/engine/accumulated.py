@@ -53,6 +53,20 @@ class Accumulated:
             sums[slot] = grad.to(unit.dtypes.master, copy=True)
             self._ledger.reserve(self._tier, Kind.GRAD, sums[slot].nbytes)
 
+    def sum_of(self, index: int, slot: int) -> torch.Tensor | None:
+        """One parameter's sum, or None."""
+        return self._sums.get(index, {}).get(slot)
+
+    def replace(self, unit: Unit, slot: int, grad: torch.Tensor) -> None:
+        """Set one parameter's sum, as `parameter.grad = grad` does in plain training."""
+        earlier = self._sums[unit.index].get(slot)
+        if earlier is not None and earlier.data_ptr() == grad.data_ptr():
+            return  # `parameter.grad += x` sets what it has changed in place
+        if earlier is not None:
+            self._ledger.release(self._tier, Kind.GRAD, self._sums[unit.index].pop(slot).nbytes)
+        self.add(unit, slot, grad)
+        self._is_pending = True
+
     def end_backward(self, *, is_scaled: bool) -> None:
         """A backward inside the context has ended."""
         self._is_pending = True
@@ -117,5 +131,5 @@ class Accumulated:
         if self._is_pending:
             raise OptimizerError(
                 f"{what}: gradients were accumulated inside run.accumulating() and are not reduced over ranks yet. Run the last "
-                "backward before the step outside that context."
+                "backward before the step outside that context, or call run.reduce()."
             )

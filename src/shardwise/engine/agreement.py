@@ -41,7 +41,8 @@ class _Brief:
     """What ranks compare."""
 
     stage: int
-    """The number of the pipeline stage, 0 without a pipeline."""
+    """This rank's number on the dimension of pipeline parallelism, 0 without one."""
+    num_stages: int
     part: int
     """The number of the part of the model."""
     options: str
@@ -63,10 +64,15 @@ def check_ranks_agree(
     infos: Sequence[ParamInfo],
     specs: Sequence[UnitSpec],
     also: Mapping[str, object],
+    num_stages: int,
 ) -> None:
-    """Compare options, names, shapes and values over all ranks of the run; raise on all of them, naming the first difference."""
+    """Compare options, names, shapes and values over all ranks of the run; raise on all of them, naming the first difference.
+
+    `num_stages`: how many pipeline stages this rank holds, if it was given several modules; else 0.
+    """
     mine = _Brief(
         stage=0 if world.pipe is None else world.pipe.rank,
+        num_stages=num_stages,
         part=world.model.rank,
         options=_options(config),
         units=[(spec.name, [info.name for info in spec.infos]) for spec in specs],
@@ -87,7 +93,12 @@ def check_ranks_agree(
             raise RanksDifferError(f"rank {rank} asks for {other.options}, rank 0 for {everyone[0].options}.")
         for what, found in other.also.items():
             if isinstance(found, _Failure):
-                raise RanksDifferError(f"rank {rank} could not find out its {what}: {found.text}")
+                raise RanksDifferError(f"rank {rank} cannot be sharded, because of its {what}: {found.text}")
+        if other.num_stages != everyone[0].num_stages:
+            raise RanksDifferError(
+                f"rank {rank} was given {other.num_stages or 1} stages of the pipeline, rank 0 {everyone[0].num_stages or 1}. "
+                "Every rank must hold equally many: split the model into a multiple of the pipeline's ranks."
+            )
         _compare(*stages.setdefault(other.stage, (rank, other)), *parts.setdefault(other.part, (rank, other)), rank, other)
     _compare_stages(list(stages.values()))
 

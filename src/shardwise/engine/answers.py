@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import FreedParameterError, LifecycleError
-from shardwise.partition import Handle, Unit, like
+from shardwise.partition import Handle, Unit, like, local_grad
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -78,8 +78,12 @@ class Answers:
     def local_grad(self, handle: Handle) -> torch.Tensor | None:
         """`parameter.grad`: None if there is no gradient; at stage 0 the gradient; else an error, as it is in the shards."""
         runtime, unit, slot = self.runtime, handle.unit, handle.slot
-        if any(runtime.gradients.accumulated.has(each.index, number) for each, number in handle.places):
-            runtime.gradients.accumulated.require_reduced(".grad")
+        accumulated = runtime.gradients.accumulated
+        if any(accumulated.has(each.index, number) for each, number in handle.places):
+            local = accumulated.sum_of(unit.index, slot)
+            if local is not None and not unit.blueprint.tile_of and not runtime.gradients.holds(unit, slot):
+                return like(unit.params[slot], local)  # as in DDP's no_sync(): what this rank has summed
+            accumulated.require_reduced(".grad")
         if not any(runtime.gradients.holds(each, number) for each, number in handle.places):
             return None
         place = unit.layout.slots[slot]
@@ -94,7 +98,11 @@ class Answers:
         )
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
-        """`parameter.grad = None` clears the shard's gradient too; any other value is refused."""
+        """`parameter.grad = None` clears the shard's gradient too. Other values set a sum inside `run.accumulating()`."""
+        accumulated = self.runtime.gradients.accumulated
+        if grad is not None and accumulated.is_open and not handle.unit.blueprint.tile_of and handle.unit.is_trainable:
+            accumulated.replace(handle.unit, handle.slot, local_grad(handle.unit.params[handle.slot], grad))
+            return
         if grad is not None:
             raise FreedParameterError(
                 f"setting .grad of parameter {handle.unit.layout.slots[handle.slot].name!r}: gradients live in shards and come "

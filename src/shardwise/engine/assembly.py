@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import Reservation, Transport, World, make_transport
+from shardwise.comm import Reservation, Transport, World, has_pipe, make_transport
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.engine.agreement import check_ranks_agree, is_copied
@@ -33,7 +33,7 @@ from shardwise.engine.runtime import Runtime
 from shardwise.engine.surface import check_methods
 from shardwise.engine.threads import share_cores
 from shardwise.engine.tiles import Operators
-from shardwise.errors import ConfigError, ModelError
+from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.optim import Adopted, check_optimizer
 from shardwise.partition import (
     Blueprint,
@@ -69,32 +69,32 @@ def assemble(
     also: Mapping[str, object] = types.MappingProxyType({}),
     operators: Operators = types.MappingProxyType({}),
     roles: Mapping[str, str] | None = None,
+    stages: Sequence[nn.Module] = (),
 ) -> Runtime:
     """Partition `model` and `optimizer` in place and return the runtime that drives them.
 
     `admit` gets all Blueprints before any memory is reserved, and raises if they would not fit. `also`: what else must be the
     same on all ranks; an Exception in place of a value is raised once all ranks know of it, and they raise too. `operators`:
     what can be done to a parameter tile by tile. `roles`: what the dimensions of `mesh` are for; by default their names.
+    `stages`: the modules that are called, if `model` is a tree of several.
     """
-    infos = _check_model(model)
-    _number_constructed(infos)
-    check_methods(model, config.methods)
-    specs = find_units(model, config.units, config.max_unit_bytes)
-    if config.units is None:
-        specs = join_small(specs, min(config.min_unit_bytes, config.max_unit_bytes))
-    if config.tiling is not None:
-        specs = cut_tiles(specs, config.tiling.max_bytes)
-        _check_tiled(specs)
-    if optimizer is not None:
-        check_optimizer(optimizer, infos)
+    try:
+        infos, specs = _look_at(model, optimizer, config)
+    except ShardwiseError as error:
+        if not has_pipe(mesh, roles):
+            raise
+        # Other stages have other models, with which nothing may be wrong: their ranks must not wait for this one.
+        world = World.of(mesh, torch.device(mesh.device_type), roles)  # type: ignore[union-attr]
+        check_ranks_agree(world, model, config, [], [], {**also, "model": error}, len(stages))
+        raise
     world = World.of(mesh, infos[0].param.device, roles)
     if config.activations is not None and config.activations.partition is True and world.tensor is None:
         raise ConfigError(
             "Activations(partition=True) divides checkpoints over the 'tensor' dimension of the mesh, and "
-            f"{'no mesh was given' if mesh is None else 'the mesh has none'}. Pass a mesh with one, or the process group of ranks "
-            "with equal checkpoints: partition=group."
+            f"{'no mesh was given' if mesh is None else 'the mesh has none'}. Pass a mesh with one, or the process group of "
+            "ranks with equal checkpoints: partition=group."
         )
-    check_ranks_agree(world, model, config, infos, specs, also)
+    check_ranks_agree(world, model, config, infos, specs, {**also, "model": None}, len(stages))
     moving = moving_in(optimizer, infos, world, streams=not config.offload.is_idle)
     world.threads = share_cores(world)
     broadcast_from_first(model, world)
@@ -160,8 +160,26 @@ def assemble(
         adoption.adopted = Adopted(optimizer, units, runtime, take_over, _mark(runtime))
         if moving is not None:
             moving.partition(Restoring(runtime, optimizer, moving), units)
-    attach(model, runtime, units, config.methods)
+    attach(model, runtime, units, config.methods, stages)
     return runtime
+
+
+def _look_at(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ShardConfig
+) -> tuple[list[ParamInfo], list[UnitSpec]]:
+    """Check the model and the optimizer, and assign every parameter to a Unit. Nothing is changed."""
+    infos = _check_model(model)
+    _number_constructed(infos)
+    check_methods(model, config.methods)
+    specs = find_units(model, config.units, config.max_unit_bytes)
+    if config.units is None:
+        specs = join_small(specs, min(config.min_unit_bytes, config.max_unit_bytes))
+    if config.tiling is not None:
+        specs = cut_tiles(specs, config.tiling.max_bytes)
+        _check_tiled(specs)
+    if optimizer is not None:
+        check_optimizer(optimizer, infos)
+    return infos, specs
 
 
 def _prefetch_bytes(config: ShardConfig, blueprints: Sequence[Blueprint], transport: Transport, offload: Offloading) -> int:

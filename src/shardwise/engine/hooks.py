@@ -55,25 +55,36 @@ def _hide_from_compiler() -> None:
         trace_rules.add(f"shardwise.{room}")
 
 
-def attach(model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str]) -> None:
-    """Register every hook; called once, after the Units have adopted the parameters."""
+def attach(
+    model: nn.Module, runtime: Runtime, units: Sequence[Unit], methods: Sequence[str], stages: Sequence[nn.Module] = ()
+) -> None:
+    """Register every hook; called once, after the Units have adopted the parameters.
+
+    `stages`: the modules that are called, if `model` is a tree of several.
+    """
     _hide_from_compiler()
     entries = _entries(model, units)
+    called = stages or [model]
+    for stage in stages:
+        entries[stage] = entries[model]
     for module, its_entries in entries.items():
-        kind = _EnterModel if module is model else _EnterLookup if is_lookup(module) else _Enter
-        if its_entries or module is model:
+        kind = _EnterModel if module in called else _EnterLookup if is_lookup(module) else _Enter
+        if its_entries or module in called:
             module.register_forward_pre_hook(kind(runtime, its_entries), prepend=True, with_kwargs=True)
             module.register_forward_hook(_Leave(runtime, its_entries), always_call=True)
         module.register_load_state_dict_pre_hook(BeginLoading(runtime))
         module.register_load_state_dict_post_hook(EndLoading(runtime))
     dtypes = {(unit.dtypes.original, unit.dtypes.compute) for unit in units}
     if len(dtypes) == 1 and units[0].dtypes.original != units[0].dtypes.compute:
-        model.register_forward_pre_hook(CastInputs(runtime), with_kwargs=True)
+        for module in called:
+            module.register_forward_pre_hook(CastInputs(runtime), with_kwargs=True)
     for path in methods:
         owner_path, _, name = path.rpartition(".")
         owner = model.get_submodule(owner_path)
         setattr(owner, name, Method(owner, getattr(owner, name), runtime, entries.get(owner, ())))
     model.zero_grad = ZeroGrad(model, runtime)  # type: ignore[method-assign]
+    for stage in stages:
+        stage.zero_grad = ZeroGrad(stage, runtime, is_part=True)  # type: ignore[method-assign]
 
 
 def _entries(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, tuple[Entry, ...]]:

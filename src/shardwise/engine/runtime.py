@@ -326,6 +326,16 @@ class Runtime:
         self.changes.store(self.changes.chosen(found[: len(written)]))
         self._buffers.broadcast(self.transport, found[len(written) :])
 
+    def reduce(self) -> None:
+        """Reduce what was accumulated locally, without another backward. All ranks must call."""
+        if self.gradients.accumulated.is_open or self._frames or is_inside_autograd():
+            where = "run.accumulating()" if self.gradients.accumulated.is_open else "a forward or backward pass"
+            raise ShardwiseError(f"run.reduce() was called inside {where}. Call it after the last backward of the step.")
+        if self.in_backward:
+            self.start_afresh()  # the last backward raised
+        self._finish_gradients(is_scaled=self.gradients.accumulated.is_scaled)
+        self.gathering.free_all()
+
     def unfreeze(self, unit: Unit) -> None:
         """Make a frozen Unit trainable from the next forward on, because a parameter of it was unfrozen."""
         if self.in_backward:

@@ -75,13 +75,19 @@ class CastInputs(Hook):
 class ZeroGrad:
     """`model.zero_grad()`: drops or zeroes the reduced gradients, which live in shards."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, *, is_part: bool = False) -> None:
+        """`is_part`: the run has other stages of the model too, whose gradients stay."""
         self._model = model
         self._runtime = runtime
+        self._is_part = is_part
 
     def __call__(self, set_to_none: bool = True) -> None:
         """As `nn.Module.zero_grad`."""
-        self._runtime.gradients.clear(set_to_none=set_to_none)
+        slots = None
+        if self._is_part:
+            handles = [param._shardwise for param in self._model.parameters()]  # type: ignore[attr-defined]
+            slots = {(unit.index, slot) for handle in handles for unit, slot in handle.places}
+        self._runtime.gradients.clear(slots, set_to_none=set_to_none)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return types.MethodType(type(self._model).zero_grad, memo[id(self._model)])
