@@ -15,23 +15,16 @@ import argparse
 import ast
 import importlib
 import inspect
-import json
-import math
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import run_ranks
+from interleaved import figures, launch_ranks, print_errors, run_rounds, tell
 
 SHAPE = dict(vocabulary=50257, heads=12, hidden=768)
 Options = dict[str, Any]
@@ -152,18 +145,6 @@ MODULES = {"shardwise stage 3": "shardwise", "FSDP2": "torch.distributed.fsdp", 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def work(args: argparse.Namespace) -> None:
-    """Train with one setting, and write what was measured, or the error."""
-    try:
-        found = train(args)
-    except Exception as error:
-        traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
-    Path(f"{args.out}.{os.environ['RANK']}").write_text(json.dumps(found))
-    sys.stderr.flush()
-    os._exit(0)  # some systems hang in their own clean-up
-
-
 def train(args: argparse.Namespace) -> dict[str, Any]:
     from shardwise.testing.models import GPT, GPTConfig
     from systems import OPTIONS, SYSTEMS, measure, start_group
@@ -189,66 +170,26 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parse()
     if args.worker:
-        work(args)
-        return
+        tell(args.out, lambda: train(args))
     settings = args.only or list(SETTINGS)
-    found: dict[str, list[dict[str, Any]]] = {setting: [] for setting in settings}
-    with tempfile.TemporaryDirectory(prefix="shardwise-activations-", dir=args.directory) as directory:
-        for number in range(args.rounds):
-            at = number % len(settings)
-            for setting in settings[at:] + settings[:at]:
-                found[setting].append(launch(setting, args, Path(directory)))
-                print(f"round {number + 1} {setting}: {found[setting][-1]}", file=sys.stderr, flush=True)
-    print_table(found, args)
-
-
-def launch(setting: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """All ranks once: what the slower one took, CPU seconds and memory per rank; or the first rank's error."""
-    out = directory / "out"
-    passed_on = [f"--{name}={getattr(args, name)}" for name in ("layers", "batch", "sequence", "steps")]
-    command = [sys.executable, __file__, f"--worker={setting}", f"--out={out}", *passed_on]
-    with open(directory / "log", "w+") as log:
-        try:
-            run_ranks([command] * args.ranks, args.timeout_s, setting, log)
-        except (SystemExit, subprocess.TimeoutExpired) as error:
-            log.seek(0)
-            return {"error": f"{error}; the last line printed: {(log.read().strip().splitlines() or [''])[-1]}"}
-    ranks = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(args.ranks)]
-    for rank in ranks:
-        if "error" in rank:
-            return {"error": rank["error"]}
-    return {
-        "wall_s": [max(times) for times in zip(*(rank["wall_s"] for rank in ranks), strict=True)],
-        "cpu_s": [sum(times) / len(ranks) for times in zip(*(rank["cpu_s"] for rank in ranks), strict=True)],
-        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-        "loss": ranks[0]["loss"],
-    }
-
-
-def print_table(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> None:
-    def middle(setting: str, key: str) -> float:
-        values = [value for run in found[setting] if key in run for value in run[key]]
-        return statistics.median(values) if values else math.nan
-
-    base = middle("device", "wall_s") if "device" in found else math.nan
+    passed_on = {name: getattr(args, name) for name in ("layers", "batch", "sequence", "steps")}
+    found = run_rounds(
+        settings,
+        args.rounds,
+        lambda setting, place: launch_ranks(__file__, setting, passed_on, args.ranks, args.timeout_s, place),
+        args.directory,
+    )
     print(
         f"{args.layers} layers, batch {args.batch}, sequence {args.sequence}, {args.ranks} ranks, "
         f"{args.rounds} rounds of {args.steps} steps\n"
     )
     print("| system | setting | step s | x device | CPU s | peak GB | loss | statements |")
     print("|---" * 8 + "|")
-    for setting, runs in found.items():
+    for setting in found:
         system, prepare = SETTINGS[setting]
-        done = [run for run in runs if "wall_s" in run]
-        row = ["did not run", *["-"] * 4]
-        if done:
-            wall, peak = middle(setting, "wall_s"), statistics.median(run["peak_bytes"] for run in done)
-            row = [f"{wall:.2f}", f"{wall / base:.2f}", f"{middle(setting, 'cpu_s'):.2f}", f"{peak / 1e9:.2f}"]
-            row.append(f"{done[0]['loss']:.6f}")
-        print(f"| {system} | {setting} | {' | '.join(row)} | {num_statements(prepare)} |")
-    for setting, runs in found.items():
-        for error in sorted({run["error"] for run in runs if "error" in run}):
-            print(f"\n{SETTINGS[setting][0]}, {setting}: {error}")
+        cells = figures(found, setting, "device", cpu=False)
+        print(f"| {system} | {setting} | {' | '.join(cells)} | {num_statements(prepare)} |")
+    print_errors(found, lambda setting: f"{SETTINGS[setting][0]}, {setting}")
 
 
 def num_statements(prepare: Callable[..., Any]) -> int:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: every stage is sharded over its own data-parallel ranks, with the bits of the whole model in one place."""
+"""Pipeline parallelism: every stage is sharded over its own data-parallel ranks, with the bits of the whole model."""
 
 from __future__ import annotations
 
