@@ -10,6 +10,7 @@ import torch
 from shardwise.activations import keeping as keeping_module
 from shardwise.activations.keeping import Keeping, Kept
 from shardwise.engine import Runtime
+from shardwise.tiers import own_part
 
 
 class _Still:
@@ -41,8 +42,9 @@ class Elsewhere:
         return hooks
 
     def _pack(self, tensor: torch.Tensor) -> Kept | _Still:
-        storage = tensor.untyped_storage()
-        num_bytes, address = tensor.numel() * tensor.element_size(), storage.data_ptr()
+        storage = own_part(tensor).untyped_storage()
+        address = storage.data_ptr()
+        num_bytes = own_part(tensor).numel() * tensor.element_size()
         is_view, is_small = storage.nbytes() != num_bytes, num_bytes < keeping_module.SMALL_BYTES
         if is_view or is_small or any(unit.has_address(address) for unit in self._units):
             return _Still(tensor, self._keeping)

@@ -20,9 +20,9 @@ from shardwise.activations.stores import Coming, DeviceStore, DiskStore, HostSto
 from shardwise.config import Activations, Offload
 from shardwise.engine import Runtime
 from shardwise.errors import RanksDifferError, StaleGraphError
-from shardwise.partition import flat_values, storage_stride
+from shardwise.partition import Form, flat_values, is_dtensor, storage_stride
 from shardwise.ticket import Ticket
-from shardwise.tiers import DiskFile, HeldStorages, Tier, checksum, device_tier
+from shardwise.tiers import DiskFile, HeldStorages, Tier, checksum, device_tier, own_part
 
 SMALL_BYTES = 1 << 16
 """Smaller tensors stay where they are: moving them costs more than it frees."""
@@ -52,17 +52,35 @@ class Kept:
         return self._tensor.detach().requires_grad_(self._requires_grad)
 
 
+class KeptPart(Kept):
+    """A DTensor: what this rank has of it is kept."""
+
+    def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
+        self._form, self._requires_grad, self._kept = Form.of(tensor), tensor.requires_grad, kept
+
+    @property
+    def taken_bytes(self) -> int:
+        """What this rank's part takes."""
+        return self._kept.taken_bytes
+
+    def fetch(self) -> torch.Tensor:
+        """The DTensor, apart from the graph that it came from."""
+        return self._form.wrap(self._kept.fetch()).detach().requires_grad_(self._requires_grad)
+
+
 class Moved(Kept):
     """A tensor whose bytes are away: in a store, or divided among ranks, or both."""
 
-    def __init__(self, tensor: torch.Tensor, what: str, keeping: Keeping) -> None:
+    def __init__(self, tensor: torch.Tensor, what: str, keeping: Keeping, *, is_divided: bool) -> None:
+        self.is_divided = is_divided
         self._requires_grad, self._dtype, self._device = tensor.requires_grad, tensor.dtype, tensor.device
         self._shape, self._stride = tensor.shape, storage_stride(tensor.shape, tensor.stride())
         self.num_bytes = tensor.numel() * tensor.element_size()
         self._keeping = keeping
         self._coming: Coming | None = None
         self._gathering: tuple[torch.Tensor, dist.Work] | None = None
-        self._item = keeping.put(flat_values(tensor.detach(), self._stride).view(torch.uint8), what)
+        flat = flat_values(tensor.detach(), self._stride).view(torch.uint8)
+        self._item = keeping.put(flat, what, is_divided=is_divided)
 
     @property
     def taken_bytes(self) -> int:
@@ -88,7 +106,7 @@ class Moved(Kept):
 
     def fetch(self) -> torch.Tensor:
         """A new tensor with its values."""
-        if self._keeping.is_divided:
+        if self.is_divided:
             self.start_gather()
             assert self._gathering is not None
             (flat, work), self._gathering = self._gathering, None
@@ -143,8 +161,17 @@ class Keeping:
         """What is kept from now on belongs to another stretch; returns what that will take."""
         return self.sizes.begin_stretch(self.held.saved_bytes)
 
-    def keep(self, tensor: torch.Tensor, what: str) -> Kept:
-        """Keep a tensor; one that is kept already is not kept twice. `what`: whose it is, for messages."""
+    def keep(self, tensor: torch.Tensor, what: str, *, is_part: bool = False) -> Kept:
+        """Keep a tensor; one that is kept already is not kept twice. `what`: whose it is, for messages.
+
+        `is_part`: other ranks have other parts of it, so that it is not divided further.
+        """
+        own = own_part(tensor)
+        if is_dtensor(tensor):
+            is_part = any(placement.is_shard() for placement in tensor.placements)  # type: ignore[attr-defined]
+            return KeptPart(tensor, self.keep(own.detach(), what, is_part=is_part))
+        if own is not tensor:
+            tensor = own.detach().requires_grad_(tensor.requires_grad)
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
         known = self._known.get(key)
@@ -153,10 +180,12 @@ class Keeping:
             if before is not None:
                 return before
         num_bytes = tensor.numel() * tensor.element_size()
-        if self._store is None or num_bytes < SMALL_BYTES or type(tensor) is not torch.Tensor or not tensor.is_floating_point():
+        is_divided = self.is_divided and not is_part
+        is_small = num_bytes < SMALL_BYTES or type(tensor) is not torch.Tensor or not tensor.is_floating_point()
+        if self._store is None or is_small or (self.is_divided and is_part and self.tier is device_tier(self.device)):
             found = Kept(tensor, what, self.held)
         else:
-            found = moved = Moved(tensor, what, self)
+            found = moved = Moved(tensor, what, self, is_divided=is_divided)
             self._order.append(weakref.ref(moved))
         self.sizes.keep(found, is_away=isinstance(found, Moved) and self.tier is not device_tier(self.device))
         self._known[key] = StorageWeakRef(storage), tensor._version, weakref.ref(found)
@@ -192,7 +221,7 @@ class Keeping:
             if num_bytes > self.ahead_bytes:
                 return
             found.start()
-            if number == 0 and self.is_divided:
+            if number == 0 and found.is_divided:
                 found.start_gather()
 
     # -- called by Moved --------------------------------------------------------------------------------------
@@ -205,10 +234,10 @@ class Keeping:
         finally:
             self.stall_s += time.perf_counter() - begin
 
-    def put(self, flat: torch.Tensor, what: str) -> Item:
+    def put(self, flat: torch.Tensor, what: str, *, is_divided: bool) -> Item:
         """Send bytes away: all of them, or this rank's part."""
         assert self._store is not None
-        if self._group is None:
+        if self._group is None or not is_divided:
             return self._store.put(flat)
         if self._is_first:
             self._compare(flat, what)

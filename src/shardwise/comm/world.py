@@ -127,10 +127,10 @@ class World:
         if peers.numel() > 1:
             world.whole = _among(members, members, device)
             world.beside = _among(sorted(peers.flatten().tolist()), members, device)
-            if "tensor" in named:
-                world.tensor = _among(peers[pipe].tolist(), members, device, mesh.get_group(named["tensor"]))
-            if "pipe" in named:
-                world.pipe = _among(peers[:, tensor].tolist(), members, device, mesh.get_group(named["pipe"]))
+        if "tensor" in named:
+            world.tensor = _among(peers[pipe].tolist(), members, device, mesh.get_group(named["tensor"]))
+        if "pipe" in named:
+            world.pipe = _among(peers[:, tensor].tolist(), members, device, mesh.get_group(named["pipe"]))
         return world
 
     @property
@@ -250,6 +250,7 @@ def _among(ranks: Sequence[int], members: Sequence[int], device: torch.device, g
     found.group = group or _group_of(tuple(ranks))
     found.rank, found.world_size = ranks.index(dist.get_rank()), len(ranks)
     found.ranks = list(range(len(ranks)))
+    found.replicas = [list(found.ranks)]
     found.labels = [members.index(rank) for rank in ranks]
     found.company = list(range(len(members)))
     return found

@@ -88,6 +88,8 @@ def assemble(
         check_ranks_agree(world, model, config, [], [], {**also, "model": error}, len(stages))
         raise
     world = World.of(mesh, infos[0].param.device, roles)
+    for info in infos:
+        part_of(info.name, info.param, _tensor_ranks(world))  # raises if it is divided otherwise
     if config.activations is not None and config.activations.partition is True and world.tensor is None:
         raise ConfigError(
             "Activations(partition=True) divides checkpoints over the 'tensor' dimension of the mesh, and "
@@ -324,10 +326,14 @@ def _draw(index: int, spec: UnitSpec, model: nn.Module, world: World, config: Sh
     )
 
 
+def _tensor_ranks(world: World) -> list[int]:
+    """The global ranks of this rank's dimension of tensor parallelism."""
+    return [] if world.tensor is None or world.tensor.group is None else dist.get_process_group_ranks(world.tensor.group)
+
+
 def _lay_out(spec: UnitSpec, itemsize: int, world: World) -> Layout:
     """The layout of a Unit: of parameters that tensor parallelism has divided, of this rank's part."""
-    ranks = [] if world.tensor is None or world.tensor.group is None else dist.get_process_group_ranks(world.tensor.group)
-    parts = [part_of(info.name, info.param, ranks) for info in spec.infos]
+    parts = [part_of(info.name, info.param, _tensor_ranks(world)) for info in spec.infos]
     places = []
     for info, part in zip(spec.infos, parts, strict=True):
         shape, stride = tuple(local_of(info.param).shape), storage_stride(info.param.shape, info.param.stride())

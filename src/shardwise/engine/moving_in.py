@@ -17,7 +17,7 @@ from shardwise.engine.restoring import Restoring
 from shardwise.engine.survivors import LONG
 from shardwise.errors import OptimizerError, RanksDifferError
 from shardwise.optim import has_stepped, long_names, long_states
-from shardwise.partition import ParamInfo, Piece, Unit, flat_values
+from shardwise.partition import ParamInfo, Piece, Unit, flat_values, local_of
 from shardwise.tiers import checksum
 
 
@@ -92,7 +92,7 @@ class MovingIn:
     def _mark(self, name: str, kind: str) -> int | str:
         value = self.states[name][kind]
         if value is LONG:
-            return checksum(self._long[name][kind])
+            return checksum(local_of(self._long[name][kind]))
         return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
 
     def partition(self, restoring: Restoring, units: Sequence[Unit]) -> None:
@@ -100,7 +100,7 @@ class MovingIn:
         for unit in units:
             restoring.restore_states(unit, self.states)
             for slot in unit.layout.slots:
-                if slot.start + slot.numel == math.prod(slot.param_shape):  # whole, or its last tile
+                if slot.start + slot.numel == math.prod(slot.param_shape):  # all of it, or its last tile
                     self._long.pop(slot.name, None)
 
     def clear(self) -> None:

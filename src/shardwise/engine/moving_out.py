@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from shardwise.engine.survivors import LONG, MASTER, VALUE, Survivors
-from shardwise.partition import Piece, Unit
+from shardwise.partition import Piece, Unit, full_of
 
 if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
@@ -43,8 +43,9 @@ def plain_state_dict(runtime: Runtime, survivors: Survivors, optimizer: torch.op
     for unit in runtime.units:
         for kind, dtype in kinds.get(unit.index, {}).items():
             full = survivors.full_state(unit, kind, dtype)
-            for slot in _slots_with(unit, kind, states) if is_first else ():
-                states[unit.index, slot][kind] = _cut_out(unit, slot, full)
+            for slot in _slots_with(unit, kind, states):
+                if is_first or unit.layout.slots[slot].part is not None:  # its parts are gathered by all ranks that have them
+                    states[unit.index, slot][kind] = _cut_out(unit, slot, full)
             del full  # before the next one is gathered
     if not is_first:
         return {}
@@ -73,7 +74,7 @@ def _is_spread(unit: Unit, value: Any) -> bool:
 
 
 def _spread(unit: Unit, value: Any) -> torch.Tensor:
-    return _cut_out(unit, 0, value.element.expand(unit.layout.numel)) if isinstance(value, _Alike) else value
+    return _spread_out(unit, 0, value.element) if isinstance(value, _Alike) else value
 
 
 def _packed(
@@ -89,7 +90,7 @@ def _packed(
         unit = runtime.units[index]
         for kind, value in state.items():
             if isinstance(value, _Alike):
-                state[kind] = _cut_out(unit, slot, value.element.expand(unit.layout.numel))
+                state[kind] = _spread_out(unit, slot, value.element)
     is_native = runtime.offload.step is not None and runtime.offload.step.is_native
     found = {}
     for place, number in numbers.items():
@@ -124,12 +125,21 @@ def _slots_with(unit: Unit, kind: str, states: States) -> Iterator[int]:
 
 
 def _cut_out(unit: Unit, slot: int, full: torch.Tensor) -> torch.Tensor:
-    """A parameter's part of a full vector: a copy with its shape, its strides, and its dtype if the state has that of masters."""
+    """A parameter's state out of a full vector: a copy with its shape, its strides, and its dtype if it has that of masters."""
     place = unit.layout.slots[slot]
     dtype = unit.dtypes.original if full.dtype == unit.dtypes.master else full.dtype
-    found = torch.empty_strided(place.shape, place.stride, dtype=dtype, device="cpu")
+    found = torch.empty_strided(place.shape, place.stride, dtype=dtype, device=full.device)
     found.as_strided((place.numel,), (1,)).copy_(full[place.offset : place.end])
-    return found
+    return (found if place.part is None else full_of(unit.held[slot], found)).cpu()
+
+
+def _spread_out(unit: Unit, slot: int, element: torch.Tensor) -> torch.Tensor:
+    """A state of which one element stands for all."""
+    (shape, stride), dtype = unit.layout.slots[slot].whole_form, element.dtype
+    dtype = unit.dtypes.original if dtype == unit.dtypes.master else dtype
+    if unit.blueprint.tile_of:
+        shape, stride = unit.layout.slots[slot].shape, unit.layout.slots[slot].stride
+    return torch.empty_strided(shape, stride, dtype=dtype).fill_(element.item())
 
 
 def _fresh_states(runtime: Runtime, survivors: Survivors, unit: Unit) -> Iterator[tuple[Piece, dict[str, Any]]]:

@@ -8,15 +8,15 @@ Public names: `Layout`, `Slot`, `Part`, `Piece`, `make_layout`, `make_tile_layou
 `ShardedParameter`, `FreedParameter`, `FreedView`, `TiledParameter`, `TiledRow`, `TiledView`, `adopt_tiled`, `conceal`, `reveal`,
 `refusal`, `METADATA`, `COLLECTIVES`, `name_of`, `is_overwrite`, `map_leaves` (classes of parameters, and operations on them);
 `own_data`, `own_grad`, `set_own_grad`, `address_of`, `GRAD`, `REQUIRES_GRAD` (torch's own attributes, past those classes);
-`is_dtensor`, `local_of`, `set_local`, `part_of`, `local_grad`, `Form`, `like`, `full_of` (parameters that tensor parallelism has
-divided).
+`is_dtensor`, `local_of`, `set_local`, `part_of`, `local_grad`, `Form`, `like`, `full_of`, `retype`, `set_values` (parameters that
+tensor parallelism has divided).
 
 Invariants: every parameter, or every tile of one, is in exactly one Unit; rank r owns slice r of every Unit; a parameter stays
 the same object, with the same shape and name, whether its Unit is gathered or freed.
 """
 
 from shardwise.partition.blueprint import BUCKET_BYTES, Blueprint, Span, UnitDtypes, fill_buckets, needs_own_master
-from shardwise.partition.dtensors import Form, full_of, like, local_grad, part_of
+from shardwise.partition.dtensors import Form, full_of, like, local_grad, part_of, retype, set_values
 from shardwise.partition.freed import FreedParameter, FreedView, ShardedParameter, map_leaves, refusal
 from shardwise.partition.layout import (
     Layout,
@@ -115,11 +115,13 @@ __all__ = [
     "publish_master",
     "publish_part",
     "refusal",
+    "retype",
     "reveal",
     "row_major",
     "same_order",
     "set_local",
     "set_own_grad",
+    "set_values",
     "storage_stride",
     "store",
     "write_back",

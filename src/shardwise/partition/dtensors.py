@@ -99,6 +99,14 @@ def full_of(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return like(param, local.detach()).full_tensor() if is_dtensor(param) else local  # type: ignore[attr-defined]
 
 
+def set_values(param: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole value into a DTensor. Nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    own_data(param).copy_(own_data(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+
+
 def retype(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Change the dtype of a DTensor, which an assignment to its local tensor does not."""
     if not is_dtensor(param) or param.dtype == dtype:

@@ -107,6 +107,8 @@ class _Freed(torch.Tensor):
                 return func(first._twin(), *args[1:], **kwargs)
         if name.endswith("_like") and first is args[0] and len(touched) == 1:
             with torch._C.DisableTorchFunctionSubclass():
+                if is_dtensor(first):
+                    return func(*args, **kwargs)
                 return func(torch.empty_strided(*first._strides(), dtype=first.dtype, device=first.device), *args[1:], **kwargs)
         if name in CASTS and first is args[0] and len(touched) == 1 and first._is_cast_to_itself(func, args, kwargs):
             return first

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 ALIGN_BYTES = 64
 """Every parameter starts at a multiple of this, the size of a cache line."""
@@ -108,6 +109,10 @@ class Layout:
     def param_numel(self) -> int:
         """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was computed from it: `table` cannot be sent to other ranks."""
+        return Layout, (self.slots, self.shard_numel, self.num_shards)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The Pieces that `rank` owns, in order; parameters with no element in its shard have none."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.optim import clone_optimizer
-from shardwise.partition import Unit
+from shardwise.partition import Unit, is_dtensor, retype, set_values
 
 
 def group_names(optimizer: torch.optim.Optimizer, units: Sequence[Unit], world: World) -> list[list[str]]:
@@ -30,6 +30,11 @@ def fill_replica(
     with torch.no_grad():
         for name, value in values:
             if name in params:
-                params[name].data = params[name].data.to(value.dtype)
-                params[name].copy_(value)
+                param = params[name]
+                if is_dtensor(param):
+                    retype(param, value.dtype)
+                    set_values(param, value)
+                else:
+                    param.data = param.data.to(value.dtype)
+                    param.copy_(value)
     return clone_optimizer(optimizer, [[params[name] for name in names] for names in groups])

@@ -1,7 +1,7 @@
 """Where do bytes live?
 
 Public names: `Ledger`, `Kind`, `Tier`, `device_tier` (bytes per tier and kind, now and at peak); `HeldStorages`, `Hold` (storages
-that are held for backward, each counted once); `FullBuffer`, `FixedBuffer`,
+that are held for backward, each counted once), `own_part` (what wrappers hold); `FullBuffer`, `FixedBuffer`,
 `OverlaidBuffer`, `can_tell_own_pages`, `make_full_buffer`, `own_storage` (the memory of a gathered Unit), `SparePages` (pages
 that a freed Unit leaves for the next gather); `DiskFile`, `ALIGNMENT`, `aligned`, `aligned_memory`, `aligned_zeros`,
 `make_direct`, `reads_direct` (one rank's file, read and written in the background by the engine of `io`); `Shelf`, `HostShelf`,
@@ -21,7 +21,7 @@ from shardwise.tiers.checksum import checksum
 from shardwise.tiers.disk import ALIGNMENT, DiskFile, aligned, aligned_memory, aligned_zeros, make_direct, reads_direct
 from shardwise.tiers.extents import Extents
 from shardwise.tiers.heap import Heap, SteadyHeap
-from shardwise.tiers.held import HeldStorages, Hold
+from shardwise.tiers.held import HeldStorages, Hold, own_part
 from shardwise.tiers.ledger import Kind, Ledger, Tier, device_tier
 from shardwise.tiers.memory import (
     FixedBuffer,
@@ -68,6 +68,7 @@ __all__ = [
     "is_aligned",
     "make_direct",
     "make_full_buffer",
+    "own_part",
     "own_storage",
     "reads_direct",
     "whole_quanta",

@@ -13,6 +13,7 @@ import functools
 import torch
 
 from shardwise import native
+from shardwise.tiers.held import own_part
 
 _WORDS = 512
 _CHUNK_WORDS = 1 << 19  # Words processed at a time by the torch form, which needs memory for the products.
@@ -37,9 +38,9 @@ def _weights() -> torch.Tensor:
 def checksum(values: torch.Tensor) -> int:
     """A checksum of a tensor's bytes in row-major order, the same on every device and with or without the native library.
 
-    62 bits, so that its negative also fits a 64-bit integer.
+    Of a DTensor, of what this rank has. 62 bits, so that its negative also fits a 64-bit integer.
     """
-    values = values.detach().contiguous()
+    values = own_part(values.detach()).contiguous()
     length = values.numel() * values.element_size()
     library = native.library() if values.device.type == "cpu" else None
     if library is not None:

@@ -48,7 +48,7 @@ class HeldStorages:
 
     def hold(self, tensor: torch.Tensor, *, is_saved: bool = False) -> Hold | None:
         """Count a tensor's storage. None if it is a parameter's, or has no memory. `is_saved`: autograd saves it."""
-        storage = _own_part(tensor).untyped_storage()
+        storage = own_part(tensor).untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         if not address:
             return None
@@ -77,10 +77,14 @@ class HeldStorages:
                     self.saved_bytes -= entry.num_bytes
 
 
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What a DTensor has on this rank; other tensors themselves."""
-    if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local"):
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the memory: what a DTensor has on this rank, what a collective gives; other tensors themselves."""
+    if type(tensor) is torch.Tensor:
         return tensor
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
-        return local
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            return own_part(tensor.to_local())
+    if hasattr(tensor, "wait") and hasattr(tensor, "elem"):  # torch's AsyncCollectiveTensor, which is there when it is touched
+        done: torch.Tensor = tensor.wait()
+        return done
+    return tensor
