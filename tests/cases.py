@@ -191,14 +191,20 @@ DEFAULT_JOINS = os.environ.get("SHARDWISE_TEST_JOINS", "none")
 
 
 def sharded(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, joins: str = DEFAULT_JOINS, **options: Any
+    model: nn.Module | list[nn.Module],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    joins: str = DEFAULT_JOINS,
+    **options: Any,
 ) -> sw.Run:
     """`sw.shard`, and two things more.
 
     The transport "copied" is shared memory where gathers copy, as without the kernel's page records. By default small Units stay
     apart, as large ones do; `joins` is one of JOINS. SHARDWISE_TEST_JOINS=all runs the suite with users' default.
     """
-    options.setdefault("min_unit_bytes", int(JOINS[joins] * sum(p.numel() * p.element_size() for p in model.parameters())))
+    modules = [model] if isinstance(model, nn.Module) else model
+    num_bytes = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    options.setdefault("min_unit_bytes", int(JOINS[joins] * num_bytes))
     if options.get("transport") != "copied":
         return sw.shard(model, optimizer, **options)
     with Patched(shared, "can_tell_own_pages", lambda: False):

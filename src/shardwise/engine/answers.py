@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from shardwise.engine.runtime import Runtime
 
 
+_OF_SCHEDULES = (
+    " A pipeline's schedule, which divides gradients by the number of micro-batches, must run inside run.accumulating(), with "
+    "run.reduce() after it; or give it scale_grads=False."
+)
+
+
 class Answers:
     """The owner of a sharded model's Units. It holds the runtime by a weak reference, because Units hold it."""
 
@@ -94,7 +100,7 @@ class Answers:
         raise FreedParameterError(
             f".grad of parameter {place.name!r} (rank {runtime.world.rank}): the gradient was reduced and only this rank's shard "
             "of it (of a tiled parameter: its tiles) is kept. Use run.clip_grad_norm_() to clip, run.grad(name) to read, "
-            "optimizer.zero_grad() to clear."
+            f"optimizer.zero_grad() to clear.{_OF_SCHEDULES if runtime.world.pipe is not None else ''}"
         )
 
     def set_local_grad(self, handle: Handle, grad: torch.Tensor | None) -> None:
