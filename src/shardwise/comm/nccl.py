@@ -10,11 +10,13 @@ only the Lane's thread waits for the shard, and the order in which ranks issue t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.transport import READY, Reservation, Sink, Source, Transport, sum_dtype
+from shardwise.comm.world import World
 from shardwise.ticket import Deferred, Lane, Ticket
 
 
@@ -74,7 +76,7 @@ class NcclTransport(Transport):
         full = torch.empty(shard_numel * self.world.world_size, dtype=wire, device=self.world.device)
         source(0, full)
         total = torch.empty(shard_numel, dtype=wire, device=self.world.device)
-        work = dist.reduce_scatter_tensor(total, full, group=self.world.group, async_op=True)
+        work = self._sum_across(dist.reduce_scatter_tensor(total, full, group=self.world.group, async_op=True), total)
         self._count_reduce(shard_numel, wire)
 
         def finish() -> None:
@@ -84,3 +86,43 @@ class NcclTransport(Transport):
             sink(0, total.to(sum_dtype(wire)))
 
         return Deferred(finish, work.is_completed)
+
+    def _sum_across(self, work: Any, total: torch.Tensor) -> Any:
+        """Go on with the sums that `work` forms, if there are replicas; returns what to wait for."""
+        return work
+
+
+class ReplicatedNcclTransport(NcclTransport):
+    """Hybrid sharding: what NcclTransport does inside a replica, and an all-reduce of every shard across replicas.
+
+    The all-reduce is issued at once, so that all ranks issue all operations in the same order, and on a stream of its own: that
+    stream waits for the sums inside, not the one that computes.
+    """
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        assert world.across is not None
+        super().__init__(world.inside, timeout_s)
+        self._everyone, self._across = world, world.across
+        self._inside = NcclTransport(world.inside, timeout_s)
+        self._stream = torch.cuda.Stream(world.device)
+
+    @property
+    def inside(self) -> Transport:
+        """The ranks that shard."""
+        return self._inside
+
+    def _sum_across(self, work: Any, total: torch.Tensor) -> Any:
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            replicas = self._across.world_size
+            self.counters.count("across reduce", total.numel() * (replicas - 1) // replicas, total.element_size())
+            self.counters.count("across gather", total.numel() * (replicas - 1) // replicas, total.element_size())
+            return dist.all_reduce(total, group=self._across.group, async_op=True)
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Over all ranks."""
+        return self._everyone.all_reduce(values, op)
+
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """From the first rank of all."""
+        return self._everyone.broadcast(values)

@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.alone import AloneTransport
 from shardwise.comm.beside import Beside
 from shardwise.comm.combined import CombinedTransport
-from shardwise.comm.nccl import NcclTransport
+from shardwise.comm.nccl import NcclTransport, ReplicatedNcclTransport
 from shardwise.comm.pairwise import PairwiseTransport
 from shardwise.comm.reference import ReferenceTransport
 from shardwise.comm.replicated import ReplicatedTransport
@@ -27,7 +27,7 @@ def make_transport(
     """Build the transport called `name` and the memory it reserves; 'auto' picks by device, hosts, memory and world size."""
     is_auto, reason = name == "auto", ""
     if is_auto:
-        name, reason = _suitable(world.inside)
+        name, reason = ("nccl", "") if world.backend == "nccl" and world.across is not None else _suitable(world.inside)
     if world.across is not None:
         exchange_bytes //= 3  # inside, across, and for sums on their way between the two
         if len(set(world.gather_objects((name, _chunk_form(name, world.inside))))) > 1:
@@ -36,7 +36,10 @@ def make_transport(
     made: list[tuple[Transport, list[torch.Tensor]]] = []
 
     def make(name: str) -> None:
-        transport = _build(name, world.inside, exchange_bytes, timeout_s)
+        if name == "nccl" and world.across is not None:
+            transport: Transport = ReplicatedNcclTransport(world, timeout_s)
+        else:
+            transport = _build(name, world.inside, exchange_bytes, timeout_s)
         made.append((transport, transport.reserve(reservations)))
 
     if name in ("shared", "combined"):  # it may fail on one host only: all ranks must know
@@ -52,7 +55,7 @@ def make_transport(
     else:
         make(name)
     transport, memory = made[-1]
-    if world.across is not None:
+    if world.across is not None and name != "nccl":
         transport = ReplicatedTransport(world, transport, _build_across(name, world, exchange_bytes, timeout_s), exchange_bytes)
     transport.reason = reason
     if world.beside is not None:
@@ -88,10 +91,6 @@ def _build(name: str, world: World, exchange_bytes: int, timeout_s: float) -> Tr
     if world.world_size == 1:
         return AloneTransport(world, exchange_bytes, timeout_s)
     if name == "nccl":
-        if world.company != world.labels:
-            raise ConfigError(
-                "a mesh with a 'replicate' dimension is not built for NCCL yet. Pass a mesh with a 'shard' dimension only."
-            )
         if world.backend != "nccl":
             raise ConfigError(f"transport='nccl' needs an NCCL process group; this one is {world.backend}.")
         return NcclTransport(world, timeout_s)
