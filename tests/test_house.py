@@ -98,7 +98,7 @@ def test_public_surface() -> None:
         "iter_masters", "load", "load_state_dict", "loss_scale", "master", "measured_memory", "measuring_activations",
         "memory_timeline", "num_skipped_steps",
         "placement", "predicted_memory",
-        "rank", "report", "save", "selfcheck", "state_dict", "transport", "units",
+        "rank", "reduce", "report", "save", "selfcheck", "state_dict", "transport", "units",
     ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def shard(
         }
     )
     optimizer = innermost(optimizer)
-    stages: Sequence[nn.Module] = () if isinstance(model, nn.Module) or not isinstance(model, Sequence) else tuple(model)
+    stages: Sequence[nn.Module] = tuple(model) if isinstance(model, (list, tuple)) else ()
     whole: Any = one_model(stages) if stages else model
     for module in stages or (whole,):
         if getattr(module, "_shardwise_run", None) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, OPTIMIZERS, build, sharded
@@ -77,7 +78,7 @@ def misused() -> list[str]:
         with pytest.raises(ShardwiseError, match="entered twice"), run.accumulating():
             pass
     name = next(iter(dict(model.named_parameters())))
-    for action in (opt.step, lambda: run.clip_grad_norm_(1.0), lambda: run.grad(name), lambda: next(model.parameters()).grad):
+    for action in (opt.step, lambda: run.clip_grad_norm_(1.0), lambda: run.grad(name)):
         with pytest.raises(OptimizerError, match="are not reduced over ranks yet") as caught:
             action()
         found.append(str(caught.value))
@@ -94,7 +95,71 @@ def misused() -> list[str]:
 
 def test_a_step_without_reduction_is_refused(pool: RankPool) -> None:
     for found in pool.run(misused):
-        assert len(found) == 4 and all("outside that context" in text for text in found)
+        assert len(found) == 3 and all("outside that context" in text for text in found)
+
+
+def reduced_later(stage: int, precision: str | None) -> bool:
+    """`run.reduce()` after backwards that only add gives what a last backward outside the context does."""
+    runs = [build("gpt", "adamw", stage=stage, precision=precision) for _ in range(2)]
+    for step in range(2):
+        for way, (run, model, opt, _, _) in enumerate(runs):
+            with run.accumulating():
+                for number in range(2 if way else 3):
+                    run.scaler.scale(CASES["gpt"].loss(model, 3 * step + number)).backward()
+                param = next(model.parameters())
+                assert param.grad is not None and param.grad.shape == param.shape, "this rank's sum, as under DDP's no_sync()"
+            if way:
+                run.scaler.scale(CASES["gpt"].loss(model, 3 * step + 2)).backward()
+            else:
+                run.reduce()
+            run.scaler.unscale_(opt)
+            run.clip_grad_norm_(0.5)
+            run.scaler.step(opt)
+            run.scaler.update()
+            opt.zero_grad()
+    (one, *_), (other, *_) = runs
+    same = all(torch.equal(a, b) for (_, a), (_, b) in zip(one.iter_masters(), other.iter_masters(), strict=True))
+    one.close()
+    other.close()
+    return same
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, None), (1, None), (2, "fp16"), (3, None)])
+def test_sums_may_be_reduced_without_another_backward(pool: RankPool, stage: int, precision: str | None) -> None:
+    assert all(pool.run(reduced_later, stage, precision))
+
+
+def changed_sums() -> None:
+    """Sums may be changed, as the gradients that DDP's no_sync() leaves."""
+    run, model, opt, plain, plain_opt = build("gpt", "adamw", stage=1)
+    params, others = list(model.parameters()), list(plain.parameters())
+    with run.accumulating():
+        CASES["gpt"].loss(model, 0).backward()
+        for param in params:
+            param.grad.mul_(0.5)
+        params[0].grad = torch.zeros_like(params[0].grad)
+        params[1].grad = None
+        params[2].grad += 1.0
+    run.reduce()
+    CASES["gpt"].loss(plain, 0).backward()
+    for param in others:
+        dist.all_reduce(param.grad)
+        param.grad.mul_(0.25)
+    others[0].grad.zero_()
+    others[1].grad = None
+    others[2].grad += 1.0
+    names = [name for name, _ in plain.named_parameters()]
+    for name, param in zip(names, others, strict=True):
+        found = run.grad(name)
+        assert (found is None) == (param.grad is None), name
+        assert found is None or torch.allclose(found, param.grad, rtol=1e-6, atol=1e-7), name
+    opt.step()
+    plain_opt.step()
+    run.close()
+
+
+def test_sums_may_be_changed_by_hand(pool: RankPool) -> None:
+    pool.run(changed_sums)
 
 
 def cost(accumulates: bool) -> tuple[int, int]:
