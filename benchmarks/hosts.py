@@ -181,7 +181,8 @@ def main() -> None:
             last = notes(path)[-1]
             text = str(last.get("error", "none"))
             after = f"{float(last['time']) - cut:.1f}" if "error" in last else "-"  # type: ignore[arg-type]
-            named = sorted({int(number) for number in re.findall(r"for rank (\d+)", text)})
+            told = re.findall(r"for rank (\d+)|heard of ranks? ([\d, ]+)", text)
+            named = sorted({int(number) for found in told for part in found for number in re.findall(r"\d+", part)})
             shown = f"{named} | {text[:160]}"
             print(f"| {rank} | {rank // args.ranks_per_host} | {after} | {codes[rank]} | {shown} |")
         before = [entry for entry in notes(first[0]) if "loss" in entry]
@@ -190,6 +191,10 @@ def main() -> None:
         after_restart = [entry for entry in notes(place / "second-rank-0") if "loss" in entry]
         if any(codes) or not after_restart:
             sys.exit(f"the restart failed ({codes}):\n{(place / 'log').read_text()[-4000:]}")
+        print(
+            "\nthe first of these errors in full:\n"
+            + str(next(n["error"] for path in first[1:] for n in notes(path) if "error" in n))
+        )
         begin, last_step = after_restart[0]["step"], after_restart[-1]["step"]
         print(f"\nrestarted with {args.hosts - 1} hosts: goes on with step {begin}, ends with {last_step}")
         shown_losses = [*before[-3:], *after_restart[:2], after_restart[-1]]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from cases import CASES, ByHost, Patched, as_hosts, build
-from launching import Forked, finish, without_launcher
+from launching import Forked, finish, run_program, without_launcher
 from shardwise.comm import segment
 from shardwise.errors import ConfigError, SharedMemoryError, TransportError
 from shardwise.testing import ParityReport, RankPool, compare_with_plain
@@ -339,3 +339,17 @@ def test_two_by_two_ranks_across_network_namespaces(tmp_path: Path, launch: Call
         shown = launch(spaces, links, tmp_path)
     for rank in range(4):
         assert f"rank {rank}: combined" in shown and f"rank {rank}: equal to the last bit" in shown, shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _can_make_namespaces(), reason="making network namespaces needs root and iproute2")
+def test_a_host_that_is_cut_off_is_named_by_all_others_which_go_on_without_it() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "hosts.py"
+    done = run_program([sys.executable, str(script), "--timeout-s=5", "--steps=16"], env=without_launcher())
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("| ")]
+    survivors = [row for row in rows if row[1] in ("0", "1")]
+    assert len(survivors) == 4
+    for row in survivors:
+        assert row[3] == "3" and row[4] == "[4, 5]" and row[5].startswith("TransportError"), row
+    assert re.search(r"restarted with 2 hosts: goes on with step \d+, ends with 16", done.stdout), done.stdout

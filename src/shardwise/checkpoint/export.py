@@ -40,7 +40,7 @@ def export(
     target = Path(os.path.abspath(path))
     place = place_of(target, subject.next_save_id())
     failure = f"{target} was not exported"
-    world = runtime.world.whole
+    world = subject.everyone
     is_first = world.rank == 0
     own: list[Exported] = []
     plans: list[HubPlan] = []

@@ -77,7 +77,7 @@ def load(
         return str(source.path)
 
     try:
-        paths = try_together(runtime.world.whole, prepare, f"{source.path} was not loaded, and nothing was changed")
+        paths = try_together(subject.everyone, prepare, f"{source.path} was not loaded, and nothing was changed")
         require_same_path(paths, "load")
         others = source.others
         restoring(None if others["groups"] is None else source.states)

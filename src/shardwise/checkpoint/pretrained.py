@@ -121,7 +121,7 @@ def load_into_run(subject: Subject, path: str | os.PathLike[str], *, strict: boo
                 arriving.verify(unit, piece)
 
     try:
-        try_together(subject.runtime.world.whole, fit, f"{path} was not loaded, and nothing was changed")
+        try_together(subject.everyone, fit, f"{path} was not loaded, and nothing was changed")
         Restoring(subject.runtime, subject.optimizer, arriving)(None)
         arriving.read_buffers(subject.model)
         return left_out

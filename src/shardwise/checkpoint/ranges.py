@@ -64,7 +64,7 @@ def load_state_dict(subject: Subject, state: Mapping[str, Any]) -> None:
     runtime.changes.agree_on([0])  # ranks meet here under a limit of time
     subject.finish_saving()
     source = _Ranges(subject, state)
-    try_together(runtime.world.whole, source.check, "the state dicts were not loaded, and nothing was changed")
+    try_together(subject.everyone, source.check, "the state dicts were not loaded, and nothing was changed")
     others = {**state["others"], "scheduler": None, "extra": {}}
     Restoring(runtime, subject.optimizer, source)(None if others["groups"] is None else source.states)
     subject.restore(others)

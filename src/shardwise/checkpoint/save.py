@@ -63,7 +63,7 @@ def save(
         runtime.changes.store_written()
         work = _Save(subject, place, extra, scheduler, progress, in_background=not wait)
         if wait:
-            work(runtime.world.whole, lambda unit: None)
+            work(subject.everyone, lambda unit: None)
             return Done()
         ticket = InBackground(work, subject.world_of_saving())
     except BaseException:

@@ -22,6 +22,7 @@ RNG_ENTRY = "rng."
 """Prefix of the entries with the states of random generators, one set per rank."""
 
 _Result = TypeVar("_Result")
+_BYTES_PER_PARAMETER, _SLOW_BYTES_PER_S = 16, 10e6
 
 
 Described = tuple[Layout, torch.dtype, bool]
@@ -89,10 +90,16 @@ class Subject:
             if not was_told:
                 raise unsaved.failure
 
+    @property
+    def everyone(self) -> World:
+        """All ranks of the run, which may take differently long to read or write: at least 10 MB/s are expected of each."""
+        numel = sum(unit.layout.shard_numel for unit in self.runtime.units)
+        return self.runtime.world.whole.patient(numel * _BYTES_PER_PARAMETER / _SLOW_BYTES_PER_S)
+
     def world_of_saving(self) -> World:
         """The same ranks, with a process group of their own, for the saving thread. All ranks must call."""
         if self._world is None:
-            self._world = self.runtime.world.whole.twin()
+            self._world = self.everyone.twin()
         return self._world
 
     def others(self) -> dict[str, Any]:

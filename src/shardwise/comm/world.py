@@ -7,7 +7,9 @@ import ctypes
 import dataclasses
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.meshes import Blocks, check_alike, dimensions
-from shardwise.errors import ConfigError
+from shardwise.comm.notices import exchange_notices
+from shardwise.errors import ConfigError, TransportError
 
 _HEAD = 8
 _SMALL_BYTES = 4096
@@ -65,6 +68,8 @@ class World:
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.group: dist.ProcessGroup | None = mesh.get_group() if mesh is not None else None
+        self.limit_s = 600.0
+        """How long a small collective waits for a rank that does not come."""
         self.threads = ""
         """For the report: how many threads this rank computes with, and why; empty if that was not checked."""
         self.ranks = list(range(self.world_size))
@@ -199,16 +204,28 @@ class World:
         """Every other rank, starting with the next one, so that ranks do not all begin with the same peer."""
         return ((self.rank + step) % self.world_size for step in range(1, self.world_size))
 
+    def limit(self, limit_s: float) -> None:
+        """Set `limit_s` of this World and of those that belong to it."""
+        for world in (self, self.inside, self.across, self.whole, self.beside, self.tensor, self.pipe):
+            if world is not None:
+                world.limit_s = limit_s
+
+    def patient(self, further_s: float) -> World:
+        """The same ranks, with a longer limit: for meetings after work that takes ranks differently long."""
+        found = copy.copy(self)
+        found.limit_s += further_s
+        return found
+
     def all_reduce(self, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """All-reduce a small tensor over all ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, op=op, group=self.group)
+            self._wait(dist.all_reduce(values, op=op, group=self.group, async_op=True))
         return values
 
     def broadcast(self, values: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Broadcast `values` from rank `source`, in place."""
         if self.world_size > 1:
-            dist.broadcast(values, group_src=source, group=self.group)
+            self._wait(dist.broadcast(values, group_src=source, group=self.group, async_op=True))
         return values
 
     def try_together(self, attempt: Callable[[], _Result], *errors: type[Exception]) -> Outcome[_Result]:
@@ -236,11 +253,27 @@ class World:
             rows = self._gather_bytes(framed, max(lengths))
         return [pickle.loads(row[_HEAD:length]) for row, length in zip(rows, lengths, strict=True)]
 
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective; if a rank does not come in time or is gone, raise an error that names those that are silent."""
+        if self.backend == "nccl":
+            work.wait()
+            return
+        begin = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.limit_s))
+        except RuntimeError as error:
+            waited_s = time.monotonic() - begin
+            is_late = waited_s >= 0.95 * self.limit_s
+            cause = f"longer than {self.limit_s:g} s" if is_late else str(error).partition("\n")[0].partition(". ")[0]
+            text = f"rank {self.label} waited {waited_s:.1f} s for the other ranks in a meeting outside any step: {cause}."
+            others = exchange_notices(f"meeting-{self.labels}", self.label, self.company, text)
+            raise TransportError(" ".join([text, *others])) from None
+
     def _gather_bytes(self, data: bytes, room: int) -> list[bytes]:
         """The first `room` bytes of every rank's data, padded with zeros."""
         mine = torch.frombuffer(bytearray(data[:room].ljust(room, b"\0")), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self.group)
+        self._wait(dist.all_gather(parts, mine, group=self.group, async_op=True))
         return [ctypes.string_at(part.cpu().data_ptr(), room) for part in parts]
 
 

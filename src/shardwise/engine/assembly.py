@@ -88,6 +88,7 @@ def assemble(
         check_ranks_agree(world, model, config, [], [], {**also, "model": error}, len(stages))
         raise
     world = World.of(mesh, infos[0].param.device, roles)
+    world.limit(config.timeout_s)
     for info in infos:
         part_of(info.name, info.param, _tensor_ranks(world))  # raises if it is divided otherwise
     if config.activations is not None and config.activations.partition is True and world.tensor is None:

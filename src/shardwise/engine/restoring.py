@@ -62,7 +62,8 @@ class Restoring:
         runtime.gathering.settle()
         runtime.changes.store_written()  # ranks meet here: from now on none reads the shards that will change
         runtime.transport.fence()
-        outcome = runtime.world.try_together(lambda: self._restore(states), Exception)
+        numel = sum(unit.layout.shard_numel for unit in runtime.units)  # reading may take ranks differently long
+        outcome = runtime.world.patient(numel / 1e6).try_together(lambda: self._restore(states), Exception)
         runtime.transport.fence()
         for unit in runtime.units:
             if unit.is_always_full:
