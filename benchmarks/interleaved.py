@@ -53,7 +53,7 @@ def launch_ranks(
         "wall_s": [max(times) for times in zip(*(rank["wall_s"] for rank in told), strict=True)],
         "cpu_s": [sum(times) / ranks for times in zip(*(rank["cpu_s"] for rank in told), strict=True)],
         "peak_bytes": max(rank["peak_bytes"] for rank in told),
-        "loss": told[0]["loss"],
+        **{key: told[0][key] for key in ("loss", "sent") if key in told[0]},
     }
 
 
