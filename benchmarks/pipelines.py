@@ -94,7 +94,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         sent = run.transport.counters.total_elements()
-        return sum(loss.item() for loss in losses) / (len(losses) or 1) * (1 if once else args.micro)
+        mean = sum(loss.item() for loss in losses) / (len(losses) or 1)
+        return mean * (1 if once else args.micro)
 
     found = measure(step, args.steps, sampled_steps=1)
     own = sum(unit.layout.numel for unit in run._runtime.units)
@@ -115,9 +116,8 @@ def main() -> None:
         lambda setting, place: launch_ranks(__file__, setting, passed_on, RANKS, args.timeout_s, place),
         tempfile.gettempdir(),
     )
-    print(
-        f"{args.layers} layers, {args.micro} micro-batches of sequence {args.sequence}, {args.rounds} rounds of {args.steps} steps\n"
-    )
+    shape = f"{args.layers} layers, {args.micro} micro-batches of sequence {args.sequence}"
+    print(f"{shape}, {args.rounds} rounds of {args.steps} steps\n")
     base = settings[0]
     print(f"| setting | step s | x {base} | CPU s | x {base} | peak GB | loss | sent |")
     print("|---" * 8 + "|")

@@ -10,6 +10,7 @@ import contextlib
 import torch
 
 from shardwise.activations import Keeping
+from shardwise.comm import World
 from shardwise.config import ShardConfig
 from shardwise.engine import Runtime
 from shardwise.observe import format_bytes, format_table, process_memory
@@ -28,8 +29,8 @@ def format_report(
 ) -> str:
     """Return the report of this rank as text."""
     lines = [
-        f"shardwise: stage {config.stage}, rank {runtime.world.rank} of {runtime.world.world_size}, "
-        f"{len(runtime.units)} Units, transport {runtime.transport.label}",
+        f"shardwise: stage {config.stage}, rank {_place(runtime.world)}, {len(runtime.units)} Units, "
+        f"transport {runtime.transport.label}",
         _precision(config, runtime),
         "",
         _memory(predicted.by_kind(), measured),
@@ -60,6 +61,14 @@ def format_report(
     if runtime.needs_scaling:
         lines.append(f"loss scale {loss_scale:g}, {runtime.num_skipped_steps} steps skipped")
     return "\n".join(lines)
+
+
+def _place(world: World) -> str:
+    """The rank's number, and where it is on each dimension of the mesh if there are several."""
+    dimensions = [("pipe", world.pipe), ("tensor", world.tensor), ("replicate", world.across), ("shard", world.inside)]
+    found = [f"{role} {there.rank} of {there.world_size}" for role, there in dimensions if there is not None]
+    number = f"{world.label} of {world.whole.world_size}"
+    return f"{number} ({', '.join(found)})" if len(found) > 1 else number
 
 
 def _memory(predicted: dict[str, int], measured: dict[str, int]) -> str:
